@@ -1,0 +1,7 @@
+"""minikv: CompressKV in plain PyTorch, small enough to read beside the paper."""
+
+from minikv.budget import Bytes, Share
+from minikv.inference import Prefill, compress, decode, prefill, prefill_layer_by_layer
+from minikv.srh import Profile
+
+__all__ = ["Bytes", "Prefill", "Profile", "Share", "compress", "decode", "prefill", "prefill_layer_by_layer"]

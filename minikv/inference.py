@@ -1,0 +1,169 @@
+"""From a prompt to an answer: a prefill as a value, compression as a function of it, decoding.
+
+`prefill` runs the prompt once and returns everything that any method needs; `compress` applies a policy to it and
+leaves it as it was, so one prefill serves every method and budget. `prefill_layer_by_layer` is the form for plain
+generation: each layer is cut to its budget as soon as it is done, so that only one full layer ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minikv.budget import PromptShape
+from minikv.cache import KVCache, LayerCache
+from minikv.errors import InputError
+from minikv.model import Llama, attend
+from minikv.policy import Policy
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What the prompt left behind. A policy is a pure function of it."""
+
+    logits: Tensor  # [batch, vocab], of the last prompt token: they give the first answer token
+    cache: KVCache  # full
+    queries: list[Tensor]  # of each layer [batch, heads, window, dim], the last `window` prompt tokens, rotated
+    window: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.cache)
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.cache[0].entry_bytes
+
+
+def check_prompt(model: Llama, tokens: Tensor, new_tokens: int = 0) -> None:
+    """Refuse, before any long work, a prompt that is empty or does not fit the model's context with its answer."""
+    if tokens.ndim != 2:
+        raise InputError(f"tokens have the shape {list(tokens.shape)}; [batch, seq] is needed, all of one length")
+    length, limit = tokens.shape[1], model.config.max_positions
+    if length == 0:
+        raise InputError("the prompt is empty; at least one token is needed")
+    if length + new_tokens > limit:
+        answer = f" and {new_tokens} new tokens" if new_tokens else ""
+        raise InputError(f"the prompt's {length} tokens{answer} exceed the model's context of {limit}")
+
+
+@torch.no_grad()
+def prefill(model: Llama, tokens: Tensor, window: int = 8, chunk: int | None = None) -> Prefill:
+    """Run the prompt, token ids [batch, seq], through the model with its full cache.
+
+    Keeps the rotated queries of the last `window` tokens of each layer for the policies. With `chunk` the prompt is
+    run that many tokens at a time, with the same result. Raises InputError when the prompt is empty or too long.
+    """
+    check_prompt(model, tokens)
+    batch, length = tokens.shape
+    cache = model.new_cache(batch, length)
+    recent: list[Tensor | None] = [None] * len(cache)
+    for part in tokens.split(chunk or length, dim=1):
+        x = model.embed(part)
+        rope = model.rope(cache.length, part.shape[1])
+        for layer, block in enumerate(model.blocks):
+            queries, keys, values = block.project(x, rope)
+            recent[layer] = _last(queries if recent[layer] is None else torch.cat([recent[layer], queries], 2), window)
+            keys, values = cache[layer].append(keys, values)
+            x = block.output(x, attend(queries, keys, values))
+    return Prefill(model.logits(x[:, -1:])[:, 0], cache, recent, window)
+
+
+def _last(queries: Tensor, window: int) -> Tensor:
+    """The last `window` rows of queries [batch, heads, seq, dim], as a copy that does not hold the others."""
+    return queries[:, :, max(queries.shape[2] - window, 0) :].clone()
+
+
+def compress(prefill: Prefill, policy: Policy, reserve: int = 256) -> KVCache:
+    """The cache that `policy` keeps of a prefill, with room for `reserve` new tokens (it grows past them).
+
+    The prefill stays as it was. Raises InputError when the policy looks at a wider window than was kept.
+    """
+    if policy.window > prefill.window:
+        raise InputError(f"the policy's window of {policy.window} exceeds the {prefill.window} queries the prefill kept")
+    layers = []
+    for layer, budget in enumerate(policy.budgets(prefill)):
+        full = prefill.cache[layer]
+        positions = policy.select(layer, _last(prefill.queries[layer], policy.window), full.keys, budget)
+        layers.append(full.empty_like(budget + reserve))
+        layers[layer].fill(full.keys, full.values, positions)
+    return KVCache(layers)
+
+
+@torch.no_grad()
+def prefill_layer_by_layer(
+    model: Llama,
+    tokens: Tensor,
+    policy: Policy,
+    reserve: int = 256,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> tuple[Tensor, KVCache]:
+    """Logits [batch, vocab] of the last prompt token and the compressed cache, with one full layer alive at a time.
+
+    The result is that of `compress(prefill(model, tokens, policy.window), policy)`. `progress` wraps the sequence of
+    layers, for a progress bar.
+    """
+    check_prompt(model, tokens)
+    batch, length = tokens.shape
+    full = model.new_layer_cache(batch, length)  # serves each layer in turn
+    budgets = policy.budgets(PromptShape(model.config.layers, length, full.entry_bytes))
+    x = model.embed(tokens)
+    rope = model.rope(0, length)
+    layers = []
+    for layer, block in enumerate(progress(model.blocks)):
+        full.clear()
+        queries, keys, values = block.project(x, rope)
+        keys, values = full.append(keys, values)
+        x = block.output(x, attend(queries, keys, values))
+        positions = policy.select(layer, _last(queries, policy.window), keys, budgets[layer])
+        layers.append(full.empty_like(budgets[layer] + reserve))
+        layers[layer].fill(keys, values, positions)
+    return model.logits(x[:, -1:])[:, 0], KVCache(layers)
+
+
+def pick(logits: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+    """The next token [batch] from logits [batch, vocab]: the most likely one, or a sample when temperature > 0.
+
+    With top_p < 1 only the most likely tokens that together reach that probability are drawn from.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities, ids = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities  # the first token is always among the candidates
+    probabilities = probabilities.masked_fill(before >= top_p, 0)
+    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+
+
+@torch.no_grad()
+def decode(
+    model: Llama,
+    cache: KVCache,
+    logits: Tensor,
+    max_new_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    picker: Callable[[Tensor], Tensor] = pick,
+) -> Iterator[Tensor]:
+    """Yield the answer's tokens [batch] one by one, appending to `cache` each token that is fed back.
+
+    `logits` [batch, vocab] are those of the last prompt token. Ends after max_new_tokens, or when every row has met a
+    stop id; that id is not yielded for a single prompt, and fills up the finished rows of a batch.
+    """
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
+    stopped = None
+    for step in range(max_new_tokens):
+        token = picker(logits)
+        if stopped is not None:
+            token = torch.where(stopped, previous, token)
+        stopped, previous = torch.isin(token, stops), token
+        if stopped.all():
+            return
+        yield token
+        if step + 1 < max_new_tokens:
+            logits = model(token[:, None], cache)[:, -1]

@@ -1,0 +1,200 @@
+"""A grouped-query-attention Llama in plain PyTorch: RMSNorm, RoPE, attention, SwiGLU.
+
+Parameter names are those of Hugging Face checkpoints, so a state dict loads as it is. Attention is three
+steps that can each be called alone: `project` (hidden states to rotated queries, keys and values),
+`attend` (to one output per query head) and `output` (the projection back). Everything that looks inside
+a layer, such as compression, head scores or layer errors, calls these steps itself; nothing is hooked.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from minikv.cache import KVCache, LayerCache
+from minikv.config import Config
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., size]
+        x32 = x.float()  # the mean of squares overflows in float16 and loses digits in bfloat16
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def _rope_frequencies(config: Config, device: torch.device) -> Tensor:  # [head_dim / 2] float32
+    """Angle in radians by which each pair of a head's dimensions turns from one position to the next."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is not None:
+        # Llama 3.1: a pair that turns more than high_freq_factor times within the original context is kept, one
+        # that turns less than low_freq_factor times is slowed by `factor`, and between them is a linear blend.
+        turns = frequencies * scaling.original_max_positions / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    return frequencies.to(device)
+
+
+def rope_tables(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [seq, head_dim] of the rotary embedding at integer `positions` [seq].
+
+    Always float32: bfloat16 cannot tell position 8190 from 8191.
+    """
+    angles = torch.outer(positions.float(), _rope_frequencies(config, positions.device))
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys x [batch, heads, seq, head_dim]; dimension i is paired with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Grouped-query attention of new tokens over everything kept before them and, causally, over themselves.
+
+    queries [batch, heads, new, dim]; keys and values [batch, kv_heads, kept + new, dim], the new tokens last.
+    Returns one output per query head [batch, heads, new, dim].
+    """
+    new, total = queries.shape[2], keys.shape[2]
+    # torch's is_causal lines the two up at their first entries, so it is right only when nothing was kept before.
+    causal, mask = new > 1 and new == total, None
+    if 1 < new < total:
+        mask = torch.ones(new, total, dtype=torch.bool, device=queries.device).tril(total - new)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x [batch, seq, hidden] to queries [batch, heads, seq, dim] and keys, values [batch, kv_heads, seq, dim].
+
+        Queries and keys come rotated to their positions.
+        """
+
+        def split(flat: Tensor) -> Tensor:
+            return rearrange(flat, "batch seq (heads dim) -> batch heads seq dim", dim=self.head_dim)
+
+        queries, keys, values = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        return rotate(queries, *rope), rotate(keys, *rope), values
+
+    def output(self, heads: Tensor) -> Tensor:
+        """One output per head [batch, heads, seq, dim] to hidden states [batch, seq, hidden]."""
+        return self.o_proj(rearrange(heads, "batch heads seq dim -> batch seq (heads dim)"))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer. `project`, then `attend` on whatever keys and values were kept, then `output`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states x [batch, seq, hidden] to this layer's queries, keys, values (see Attention.project)."""
+        return self.self_attn.project(self.input_layernorm(x), rope)
+
+    def output(self, x: Tensor, heads: Tensor) -> Tensor:
+        """Add the attention's output [batch, heads, seq, dim] and the MLP's to the residual stream x."""
+        x = x + self.self_attn.output(heads)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """The part of the model that checkpoints call `model`: embeddings, blocks, final norm."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Llama(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tied_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.norm.weight.dtype
+
+    def new_layer_cache(self, batch: int, capacity: int) -> LayerCache:
+        """An empty cache of one layer with room for `capacity` entries."""
+        return LayerCache(batch, self.config.kv_heads, self.config.head_dim, capacity, self.dtype, self.device)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache with room for `capacity` entries in each layer."""
+        return KVCache([self.new_layer_cache(batch, capacity) for _ in range(self.config.layers)])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [batch, seq] to hidden states [batch, seq, hidden]."""
+        return self.model.embed_tokens(tokens)
+
+    def rope(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Rotary tables for the positions start ... start + count - 1."""
+        return rope_tables(self.config, torch.arange(start, start + count, device=self.device))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Last hidden states [batch, seq, hidden] to logits [batch, seq, vocab]."""
+        head = self.model.embed_tokens if self.config.tied_head else self.lm_head
+        return F.linear(self.model.norm(x), head.weight)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits [batch, seq, vocab] of token ids [batch, seq]; with a cache the tokens are appended to it."""
+        if cache is None:
+            cache = self.new_cache(tokens.shape[0], tokens.shape[1])
+        x = self.embed(tokens)
+        rope = self.rope(cache.length, tokens.shape[1])
+        for layer, block in enumerate(self.blocks):
+            queries, keys, values = block.project(x, rope)
+            keys, values = cache[layer].append(keys, values)
+            x = block.output(x, attend(queries, keys, values))
+        return self.logits(x)
