@@ -141,3 +141,32 @@ def settle(budgets: list[int], total: int, order: list[int], min_tokens: int, ma
             budgets[layer] += step
             missing -= step
     return budgets
+
+
+def cake(preferences: list[float], total: int, cap: int) -> list[int]:
+    """CAKE's allocation (arXiv 2503.12491): entries in proportion to the layers' preferences, each at most `cap`.
+
+    Shares are truncated. What exceeds the cap is spread evenly over the layers below it, in one pass, the remainder to
+    the first ones; what then still differs from the total is spread likewise, in a second pass. As in the release that
+    pass can leave a layer a little over the cap: whoever evicts clips.
+    """
+    weight = sum(preferences)
+    shares = [preference / weight if weight > 0 else 1 / len(preferences) for preference in preferences]
+    wanted = [int(share * total) for share in shares]
+    budgets = [min(entries, cap) for entries in wanted]
+    budgets = _spread(budgets, sum(wanted) - sum(budgets), [entries < cap for entries in budgets])
+    missing = total - sum(budgets)
+    return _spread(budgets, missing, [entries < cap if missing > 0 else entries > 1 for entries in budgets])
+
+
+def _spread(budgets: list[int], entries: int, takes_part: list[bool]) -> list[int]:
+    """Add `entries` (or take them, if negative) evenly over the layers that take part, the remainder to the first."""
+    chosen = [layer for layer, takes in enumerate(takes_part) if takes]
+    if not chosen:
+        return budgets
+    each, rest = divmod(abs(entries), len(chosen))
+    sign = 1 if entries > 0 else -1
+    budgets = list(budgets)
+    for place, layer in enumerate(chosen):
+        budgets[layer] += sign * (each + (place < rest))
+    return budgets

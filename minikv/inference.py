@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv import scores
 from minikv.budget import PromptShape
 from minikv.cache import KVCache, LayerCache
 from minikv.errors import InputError
@@ -28,6 +29,7 @@ class Prefill:
     cache: KVCache  # full
     queries: list[Tensor]  # of each layer [batch, heads, window, dim], the last `window` prompt tokens, rotated
     window: int
+    column_sums: list[Tensor] | None = None  # of each layer [batch, kv_heads, seq]: see scores.column_sums
 
     @property
     def layers(self) -> int:
@@ -40,6 +42,12 @@ class Prefill:
     @property
     def entry_bytes(self) -> int:
         return self.cache[0].entry_bytes
+
+    def last_queries(self, layer: int, window: int) -> Tensor:
+        """The rotated queries [batch, heads, window, dim] of the last prompt tokens; InputError if it kept fewer."""
+        if window > self.window:
+            raise InputError(f"the policy's window of {window} exceeds the {self.window} queries that the prefill kept")
+        return _last(self.queries[layer], window)
 
 
 def check_prompt(model: Llama, tokens: Tensor, new_tokens: int = 0) -> None:
@@ -55,16 +63,20 @@ def check_prompt(model: Llama, tokens: Tensor, new_tokens: int = 0) -> None:
 
 
 @torch.no_grad()
-def prefill(model: Llama, tokens: Tensor, window: int = 8, chunk: int | None = None) -> Prefill:
+def prefill(
+    model: Llama, tokens: Tensor, window: int = 8, chunk: int | None = None, column_sums: bool = False
+) -> Prefill:
     """Run the prompt, token ids [batch, seq], through the model with its full cache.
 
-    Keeps the rotated queries of the last `window` tokens of each layer for the policies. With `chunk` the prompt is
-    run that many tokens at a time, with the same result. Raises InputError when the prompt is empty or too long.
+    Keeps the rotated queries of the last `window` tokens of each layer for the policies, and with `column_sums` what
+    all queries attended to (H2O). With `chunk` the prompt is run that many tokens at a time, with the same result.
+    Raises InputError when the prompt is empty or too long.
     """
     check_prompt(model, tokens)
     batch, length = tokens.shape
     cache = model.new_cache(batch, length)
     recent: list[Tensor | None] = [None] * len(cache)
+    sums = [torch.zeros(batch, model.config.kv_heads, length, device=model.device) for _ in cache.layers if column_sums]
     for part in tokens.split(chunk or length, dim=1):
         x = model.embed(part)
         rope = model.rope(cache.length, part.shape[1])
@@ -72,8 +84,10 @@ def prefill(model: Llama, tokens: Tensor, window: int = 8, chunk: int | None = N
             queries, keys, values = block.project(x, rope)
             recent[layer] = _last(queries if recent[layer] is None else torch.cat([recent[layer], queries], 2), window)
             keys, values = cache[layer].append(keys, values)
+            if column_sums:
+                sums[layer][..., : keys.shape[2]] += scores.column_sums(queries, keys)
             x = block.output(x, attend(queries, keys, values))
-    return Prefill(model.logits(x[:, -1:])[:, 0], cache, recent, window)
+    return Prefill(model.logits(x[:, -1:])[:, 0], cache, recent, window, sums or None)
 
 
 def _last(queries: Tensor, window: int) -> Tensor:
@@ -84,14 +98,13 @@ def _last(queries: Tensor, window: int) -> Tensor:
 def compress(prefill: Prefill, policy: Policy, reserve: int = 256) -> KVCache:
     """The cache that `policy` keeps of a prefill, with room for `reserve` new tokens (it grows past them).
 
-    The prefill stays as it was. Raises InputError when the policy looks at a wider window than was kept.
+    The prefill stays as it was. Raises InputError when the policy needs what the prefill did not keep, such as a
+    wider window.
     """
-    if policy.window > prefill.window:
-        raise InputError(f"the policy's window of {policy.window} exceeds the {prefill.window} queries the prefill kept")
     layers = []
     for layer, budget in enumerate(policy.budgets(prefill)):
         full = prefill.cache[layer]
-        positions = policy.select(layer, _last(prefill.queries[layer], policy.window), full.keys, budget)
+        positions = policy.choose(prefill, layer, budget)
         layers.append(full.empty_like(budget + reserve))
         layers[layer].fill(full.keys, full.values, positions)
     return KVCache(layers)
@@ -107,11 +120,15 @@ def prefill_layer_by_layer(
 ) -> tuple[Tensor, KVCache]:
     """Logits [batch, vocab] of the last prompt token and the compressed cache, with one full layer alive at a time.
 
-    The result is that of `compress(prefill(model, tokens, policy.window), policy)`. `progress` wraps the sequence of
-    layers, for a progress bar.
+    The result is that of `compress(prefill(model, tokens, policy.window), policy)`, and it is made that way for a
+    policy that needs all layers at once. `progress` wraps the sequence of layers, for a progress bar.
     """
     check_prompt(model, tokens)
+    if policy.needs_all_layers:
+        result = prefill(model, tokens, policy.window)
+        return result.logits, compress(result, policy, reserve)
     batch, length = tokens.shape
+    window = length if policy.window is None else policy.window
     full = model.new_layer_cache(batch, length)  # serves each layer in turn
     budgets = policy.budgets(PromptShape(model.config.layers, length, full.entry_bytes))
     x = model.embed(tokens)
@@ -122,7 +139,7 @@ def prefill_layer_by_layer(
         queries, keys, values = block.project(x, rope)
         keys, values = full.append(keys, values)
         x = block.output(x, attend(queries, keys, values))
-        positions = policy.select(layer, _last(queries, policy.window), keys, budgets[layer])
+        positions = policy.select(layer, _last(queries, window), keys, budgets[layer])
         layers.append(full.empty_like(budgets[layer] + reserve))
         layers[layer].fill(keys, values, positions)
     return model.logits(x[:, -1:])[:, 0], KVCache(layers)

@@ -57,6 +57,21 @@ def group_mean(votes: Tensor, kv_heads: int) -> Tensor:
     return reduce(votes, "batch (kv_heads group) prefix -> batch kv_heads prefix", "mean", kv_heads=kv_heads)
 
 
+def column_sums(queries: Tensor, keys: Tensor, rows: int = 128) -> Tensor:
+    """What all prompt queries together attend to each position, [batch, kv_heads, seq]: the group's mean (H2O).
+
+    queries [batch, heads, new, dim] of the last positions (all of them: new = seq), keys [batch, kv_heads, seq, dim].
+    Computed `rows` queries at a time, so the attention matrix never exists whole.
+    """
+    kv_heads, new, length = keys.shape[1], queries.shape[2], keys.shape[2]
+    sums = torch.zeros(keys.shape[:3], device=keys.device)
+    for start in range(0, new, rows):
+        part = queries[:, :, start : start + rows]
+        end = length - new + start + part.shape[2]  # keys that the part's last query sees
+        sums[..., :end] += group_mean(window_attention(part, keys[:, :, :end]).sum(2), kv_heads)
+    return sums
+
+
 def best_positions(scores: Tensor, count: int) -> Tensor:
     """The `count` highest of scores [batch, kv_heads, prefix], as ascending positions [batch, kv_heads, count].
 

@@ -105,6 +105,13 @@ class Profile:
     def heads(self) -> int:
         return len(self.head_ranks[0])
 
+    @property
+    def traditional_ranks(self) -> list[list[int]]:
+        """The heads of each layer, strongest traditional retrieval head first."""
+        if self.traditional_scores is None:
+            raise InputError("the profile has no traditional_scores, so its heads cannot be ranked by them")
+        return rank_heads(torch.tensor(self.traditional_scores))
+
     def check_shape(self, layers: int, heads: int) -> None:
         """Refuse a model of another shape: head numbers of one model mean nothing in another."""
         if (self.layers, self.heads) != (layers, heads):

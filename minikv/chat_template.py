@@ -1,0 +1,58 @@
+"""Chat templates: the Jinja program of a checkpoint that writes out a conversation as its model was trained on.
+
+A template comes with the checkpoint, so it is somebody else's program: it runs in Jinja's sandbox, with the
+few functions that Hugging Face gives it, and whatever goes wrong in it is reported as bad input.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from minikv.errors import InputError
+
+
+def read_chat_template(folder: Path, tokenizer_config: dict) -> str | None:
+    """The template in chat_template.jinja, else the one in tokenizer_config.json, else None."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several by name, as in [{"name": "default", "template": "..."}, ...]
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def render(template: str, messages: list[dict[str, str]], special_tokens: dict[str, str], source: str) -> str:
+    """The text of `messages` ({"role": ..., "content": ...}) up to where the assistant's answer begins.
+
+    `special_tokens` are the names that templates use (bos_token, eos_token); `source` names the template in errors.
+    Raises InputError where the template is malformed, refuses the messages, or reaches for Python internals.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    try:
+        return environment.from_string(template).render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+        )
+    except Exception as error:  # the template is a program: it can raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"the chat template of {source} failed: {reason}; --no-chat does without it") from error
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # Jinja's own filter escapes HTML characters, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,164 @@
+"""What the programs that people run have in common: arguments, errors in one line, records of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from minikv import policy
+from minikv.budget import parse
+from minikv.errors import InputError
+from minikv.srh import Profile
+from minikv.weights import DEFAULT_MODEL
+
+PROFILES = Path(__file__).parent.parent / "weights" / "profiles"
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows defaults in --help and reports a wrong argument in one line, as everything else is reported."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    def error(self, message: str):
+        raise InputError(f"{message} (--help lists what is accepted)")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the default model or a Hugging Face checkpoint folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps; auto takes CUDA, then MPS, then the CPU")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32")
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--policy", default="compresskv", help=f"the method: {', '.join(policy.METHODS)}")
+    parser.add_argument("--budget", default="12%", help=budget_help)
+    parser.add_argument("--window", type=positive, default=8, help="last prompt tokens whose attention chooses; always kept")
+    parser.add_argument("--kernel", type=positive, default=5, help="width of the pooling over positions, odd")
+    parser.add_argument("--heads", type=positive, default=4, help="compresskv: semantic retrieval heads a layer that vote")
+    parser.add_argument("--profile", help="compresskv: the model's profile; default: weights/profiles/MODEL.json")
+
+
+budget_help = (
+    "what is kept of the prompt, as a mean over the layers: entries a layer (256), a share of the prompt's entries that"
+    " is kept (3%%), or bytes of all keys and values (2MB)"
+)
+
+
+def make_policy(name: str, arguments, profile: Callable[[], Profile]) -> policy.Policy:
+    """The policy called `name` with the arguments that it knows; `profile` is called where it needs one."""
+    if name not in policy.METHODS:
+        raise InputError(f"policy {name!r} is unknown; accepted: {', '.join(policy.METHODS)}")
+    method = policy.METHODS[name]
+    known = {field.name for field in dataclasses.fields(method)}
+    options = {key: getattr(arguments, key) for key in ("window", "kernel", "heads") if key in known}
+    if "budget" in known:
+        options["budget"] = parse(arguments.budget)
+    if "profile" in known:
+        options["profile"] = profile()
+    return method(**options)
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number, 0 or more."""
+    return 0 if text == "0" else positive(text)
+
+
+def percent(text: str) -> float:
+    """An argparse type: a number from 0 to 100."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
+    return value
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a program's main: bad input is one line on stderr and exit code 2, Ctrl-C ends without a traceback."""
+    try:
+        main()
+    except (InputError, KeyboardInterrupt) as error:
+        if "--debug" in sys.argv:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            print("\ninterrupted", file=sys.stderr)
+            sys.exit(130)
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def default_profile_path(model_name: str) -> Path:
+    """Where the profile of a model is kept: by the name of its folder."""
+    return PROFILES / f"{Path(model_name).resolve().name}.json"
+
+
+def load_profile(model, path: str | None, model_name: str) -> Profile:
+    """The profile at `path`, or the one in weights/profiles that bears the model's name; checked against the model."""
+    found = Path(path) if path else default_profile_path(model_name)
+    if not path and not found.is_file():
+        raise InputError(
+            f"there is no profile of {model_name} ({found.name} in weights/profiles);"
+            f" make one with `python -m minikv.profile --model {model_name}`, or name one with --profile"
+        )
+    profile = Profile.load(found)
+    warning = profile.check_model(model, model.config)
+    if warning:
+        print(f"warning: {found}: {warning}", file=sys.stderr)
+    return profile
+
+
+def show_progress(total: int, what: str):
+    """A progress bar for terminals, with time left: call update() on it. Nothing is shown elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, disable=not sys.stderr.isatty(), leave=False, delay=1)
+
+
+def text_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows of cells as aligned text, the first row being the head and the first column the names."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def write_json(path: str | Path, record: dict) -> None:
+    """Write a JSON record beside and then into place, so that an interrupted run leaves no half file."""
+    path = Path(path)
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+
+
+def versions() -> dict[str, str]:
+    """What a result was made with: minikv's commit where it is a checkout, Python, packages and processor."""
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    except OSError:
+        commit = ""
+    packages = {name: metadata.version(name) for name in ("torch", "tokenizers", "safetensors")}
+    return {"minikv": commit or "unknown", "python": platform.python_version(), **packages, "machine": platform.machine()}

@@ -1,0 +1,24 @@
+"""Reading the small JSON files that lie beside a checkpoint's weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from minikv.errors import InputError
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in the file at `path`; {} where there is no such file.
+
+    Raises InputError where the file is not UTF-8, not JSON, or holds something other than an object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a JSON {type(value).__name__}; an object is needed")
+    return value
