@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from minikv.errors import InputError
 
@@ -34,9 +34,7 @@ def render(template: str, messages: list[dict[str, str]], special_tokens: dict[s
     `special_tokens` are the names that templates use (bos_token, eos_token); `source` names the template in errors.
     Raises InputError where the template is malformed, refuses the messages, or reaches for Python internals.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -47,6 +45,12 @@ def render(template: str, messages: list[dict[str, str]], special_tokens: dict[s
     except Exception as error:  # the template is a program: it can raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"the chat template of {source} failed: {reason}; --no-chat does without it") from error
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj, attribute):
+        # Jinja's own answer is a value that prints as nothing; a template that tries this is better not used.
+        raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}, which is unsafe")
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

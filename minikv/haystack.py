@@ -35,7 +35,7 @@ class NeedlePrompt:
 
 def with_question(document: str, question: str) -> str:
     """The user's turn for a question about a document. The question comes last, where the window sees it."""
-    return f"{document.rstrip()}\n\n{question}"
+    return f"{document.rstrip()}\n\nBased on the text above, answer the question: {question}"
 
 
 def load_needles(path: str | Path) -> list[Needle]:

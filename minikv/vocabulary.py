@@ -51,7 +51,6 @@ class TokenizersVocabulary:
         # What follows is for encoding one stretch of plain text: all of it, and nothing beside it.
         plain = fields | {"post_processor": None, "truncation": None, "padding": None}
         try:
-            bos_probe = Tokenizer.from_str(json.dumps(fields)).encode("a")
             for token in plain.get("added_tokens") or []:
                 special = token["special"] or token["content"] in special_texts
                 self.added[token["id"]] = token["content"]
@@ -59,13 +58,18 @@ class TokenizersVocabulary:
                     strips = {side: bool(token.get(side)) for side in ("lstrip", "rstrip")}
                     self.controls.append(Control(token["id"], token["content"], not special, **strips))
                     token["special"] = True
-            self._first = Tokenizer.from_str(json.dumps(plain))
-            self._later = Tokenizer.from_str(json.dumps(_without_first_prefix(plain)))
+            self._first = self._later = Tokenizer.from_str(json.dumps(plain))
+            later = _without_first_prefix(plain)
+            if later != plain:
+                self._later = Tokenizer.from_str(json.dumps(later))
+            self._first.encode_special_tokens = self._later.encode_special_tokens = True
+            self.default_bos = None
+            if fields.get("post_processor") is not None:
+                whole = Tokenizer.from_str(json.dumps(fields)).encode("a")
+                self.default_bos = whole.ids[0] if whole.special_tokens_mask[:1] == [1] else None
         except Exception as error:  # tokenizers raises bare Exception
             raise InputError(f"{file} cannot be read by the tokenizers package: {error}") from error
-        self._first.encode_special_tokens = self._later.encode_special_tokens = True
         self.size = self._first.get_vocab_size()
-        self.default_bos = bos_probe.ids[0] if bos_probe.special_tokens_mask[:1] == [1] else None
         self._piece_bytes, self.drops_first_space = _read_decoder(fields.get("decoder"), file)
 
     def encode(self, text: str, at_start: bool = True) -> tuple[list[int], list[Span]]:

@@ -21,8 +21,12 @@ from minikv.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+STORED = ("F64", "F32", "F16", "BF16")  # as safetensors call them; quantized weights would need their scales
 
-def load(name_or_path: str | Path = DEFAULT_MODEL, device: str = "auto", dtype: str = "auto") -> tuple[Llama, Tokenizer]:
+
+def load(
+    name_or_path: str | Path = DEFAULT_MODEL, device: str = "auto", dtype: str = "auto"
+) -> tuple[Llama, Tokenizer]:
     """Load a model and its tokenizer from a checkpoint folder, or the default model by its name.
 
     device: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1, mps. dtype: auto (bfloat16 on CUDA, float32
@@ -48,7 +52,8 @@ def choose_device(device: str | torch.device) -> torch.device:
     there = {"cpu": 1, "cuda": cuda, "mps": int(mps)}
     if chosen is None or (chosen.index or 0) >= there.get(chosen.type, 0):
         found = ", ".join(f"{count} {kind}" for kind, count in there.items() if count)
-        raise InputError(f"device {str(device)!r} is not available; found: {found}; accepted: auto, cpu, cuda, cuda:N, mps")
+        accepted = "auto, cpu, cuda, cuda:N, mps"
+        raise InputError(f"device {str(device)!r} is not available; found: {found}; accepted: {accepted}")
     return chosen
 
 
@@ -128,11 +133,11 @@ def _read_weights(
                     raise InputError(f"{file}: {name} is not part of the model that config.json describes")
                 if name in weights:
                     raise InputError(f"{file}: {name} is in another shard, too")
-                stored = tensors.get_slice(name)
-                if tuple(stored.get_shape()) != shapes[name]:
-                    raise InputError(f"{file}: {name} has shape {stored.get_shape()}; config.json says {list(shapes[name])}")
-                if stored.get_dtype() not in ("F32", "F16", "BF16"):
-                    raise InputError(f"{file}: {name} is stored as {stored.get_dtype()}; accepted: F32, F16, BF16")
+                stored, shape = tensors.get_slice(name), list(shapes[name])
+                if stored.get_shape() != shape:
+                    raise InputError(f"{file}: {name} has shape {stored.get_shape()}; config.json says {shape}")
+                if stored.get_dtype() not in STORED:
+                    raise InputError(f"{file}: {name} is stored as {stored.get_dtype()}; accepted: {', '.join(STORED)}")
                 weights[name] = tensors.get_tensor(name).to(device, dtype)
                 progress.update()
     except (SafetensorError, OSError) as error:
