@@ -56,7 +56,7 @@ class TokenizersVocabulary:
                 self.added[token["id"]] = token["content"]
                 if special or (token["content"].strip() and token["content"] in template):
                     strips = {side: bool(token.get(side)) for side in ("lstrip", "rstrip")}
-                    self.controls.append(Control(token["id"], token["content"], not special, **strips))
+                    self.controls.append(Control(token["id"], token["content"], visible=not special, **strips))
                     token["special"] = True
             self._first = self._later = Tokenizer.from_str(json.dumps(plain))
             later = _without_first_prefix(plain)

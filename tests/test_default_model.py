@@ -28,7 +28,8 @@ VOCABULARY = ["<end>", *"abcdefghijklmnopqrstuvwxyzĠ", "ab"]
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of query or key rows, as its convert_hf_to_gguf.py writes it."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def random_weights(heads: int, kv_heads: int) -> dict[str, np.ndarray]:
@@ -50,7 +51,9 @@ def random_weights(heads: int, kv_heads: int) -> dict[str, np.ndarray]:
     return {name: random.standard_normal(shape).astype(np.float16).astype(np.float32) for name, shape in shapes.items()}
 
 
-def write_gguf(file: Path, heads=4, kv_heads=2, arch="llama", model="gpt2", pre="smollm", more=()) -> dict[str, np.ndarray]:
+def write_gguf(
+    file: Path, heads=4, kv_heads=2, arch="llama", model="gpt2", pre="smollm", more=()
+) -> dict[str, np.ndarray]:
     """A tiny F32 GGUF as llama.cpp's converter writes it; its weights in Hugging Face's order."""
     writer, weights = gguf.GGUFWriter(file, arch), random_weights(heads, kv_heads)
     writer.add_block_count(1)
@@ -129,7 +132,8 @@ def test_the_vocabulary_is_rebuilt_from_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option, found", [({"arch": "qwen2"}, "'qwen2'"), ({"model": "llama"}, "'llama'"), ({"pre": "llama-bpe"}, "'llama-bpe'")]
+    "option, found",
+    [({"arch": "qwen2"}, "'qwen2'"), ({"model": "llama"}, "'llama'"), ({"pre": "llama-bpe"}, "'llama-bpe'")],
 )
 def test_what_is_not_known_is_refused_by_name(tmp_path, option, found):
     write_gguf(tmp_path / "a.gguf", **option)

@@ -31,7 +31,7 @@ AWKWARD = [
     "say <|im_end|> and <s> please</s>",
     "\ufdd0 \ufffd \uffff",
 ]
-SAMPLE = ["the quick brown fox  jumps over the lazy dog", "hello world this is two  spaces", "she sells sea shells"] * 20
+SAMPLE = 20 * ["the quick brown fox  jumps over the lazy dog", "hello world this is two  spaces", "she sells shells"]
 
 
 @pytest.fixture(scope="session")

@@ -241,10 +241,10 @@ def test_a_tensor_in_two_shards(tmp_path):
     assert f"{first_name} is in another shard" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-4], lambda data: data[:20], lambda data: b"garbage", lambda _: b""])
-def test_a_damaged_safetensors_file(tmp_path, damage):
+@pytest.mark.parametrize("kept", [slice(-4), slice(20), slice(0), slice(100, None)])
+def test_a_damaged_safetensors_file(tmp_path, kept):
     file = write_checkpoint(tmp_path, random_weights()) / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
+    file.write_bytes(file.read_bytes()[kept])
     assert "model.safetensors is damaged" in refusal(tmp_path)
 
 

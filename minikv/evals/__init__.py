@@ -1,0 +1,1 @@
+"""Measurements: one prefill an example serves every method and budget."""
