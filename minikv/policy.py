@@ -186,6 +186,8 @@ class Cake(WindowPolicy):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.window < 2:
+            raise InputError(f"window is {self.window}; CAKE needs at least 2 rows, whose variance it takes")
         if self.tau1 <= 0 or self.tau2 <= 0:
             raise InputError(f"tau1 is {self.tau1} and tau2 {self.tau2}; accepted: numbers above 0")
 
