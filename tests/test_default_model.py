@@ -23,7 +23,7 @@ from minikv.model import Llama
 from minikv.tokenizer import Tokenizer
 from minikv.weights import load_model
 
-VOCABULARY = ["<end>", *"abcdefghijklmnopqrstuvwxyzĠ", "ab"]
+VOCABULARY = ["<end>", *"abcdefghijklmnopqrstuvwxyz12Ġ", "ab", "12"]
 
 
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -33,8 +33,8 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def random_weights(heads: int, kv_heads: int) -> dict[str, np.ndarray]:
-    """Weights of a one-layer Llama with heads of size 4, under GGUF's names but in Hugging Face's order."""
-    random, hidden, kv = np.random.default_rng(0), heads * 4, kv_heads * 4
+    """Weights of a one-layer Llama with heads of size 8, under GGUF's names but in Hugging Face's order."""
+    random, hidden, kv = np.random.default_rng(0), heads * 8, kv_heads * 8
     shapes = {
         "token_embd": (len(VOCABULARY), hidden),
         "output_norm": (hidden,),
@@ -58,7 +58,7 @@ def write_gguf(
     writer, weights = gguf.GGUFWriter(file, arch), random_weights(heads, kv_heads)
     writer.add_block_count(1)
     writer.add_context_length(64)
-    writer.add_embedding_length(heads * 4)
+    writer.add_embedding_length(heads * 8)
     writer.add_feed_forward_length(8)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
@@ -68,7 +68,7 @@ def write_gguf(
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(VOCABULARY)
     writer.add_token_types([3] + [1] * (len(VOCABULARY) - 1))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "1 2"])
     writer.add_eos_token_id(0)
     for name, weight in [*weights.items(), *more]:
         if name.endswith("attn_q"):
@@ -114,8 +114,13 @@ def test_a_converted_gguf_computes_what_the_original_does(tmp_path, heads, kv_he
     torch.testing.assert_close(converted(tokens), model(tokens))
 
 
+def test_numbers_kept_as_float32_come_out_as_they_were_meant(tmp_path):
+    write_gguf(tmp_path / "a.gguf")
+    assert read_config(open_gguf(tmp_path / "a.gguf"), "a")["rms_norm_eps"] == 1e-5
+
+
 def test_a_head_in_the_file_makes_the_model_untied(tmp_path):
-    write_gguf(tmp_path / "a.gguf", more=[("output", np.ones((len(VOCABULARY), 16), np.float32))])
+    write_gguf(tmp_path / "a.gguf", more=[("output", np.ones((len(VOCABULARY), 32), np.float32))])
     convert(tmp_path / "a.gguf", tmp_path)
     assert not json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"]
     assert load_model(tmp_path, torch.device("cpu"), torch.float32).lm_head.weight.eq(1).all()
@@ -128,6 +133,7 @@ def test_the_vocabulary_is_rebuilt_from_the_file(tmp_path):
     merged, space, c = VOCABULARY.index("ab"), VOCABULARY.index("Ġ"), VOCABULARY.index("c")
     assert tokenizer.raw_prompt("ab c").ids == [merged, space, c]
     assert tokenizer.encode("c<end>", parse_special=True) == [c, 0]
+    assert tokenizer.encode("12") == [VOCABULARY.index("1"), VOCABULARY.index("2")]  # despite the merge
     assert tokenizer.stop_ids == {0}
 
 
@@ -239,7 +245,8 @@ def test_a_second_process_waits_for_the_first(tiny, tmp_path):
     """The one that waits finds the folder made, and does not download again."""
     tiny.parent.mkdir()
     code = (
-        f"import minikv.default_model as d; from pathlib import Path; d.WEIGHTS = Path({str(tiny.parent)!r})\n"
+        "import minikv.default_model as d; from pathlib import Path\n"
+        f"d.WEIGHTS, d._make = Path({str(tiny.parent)!r}), None  # None fails if called\n"
         "print(d.default_model_folder())"
     )
     with default_model._only_one_at_a_time(tiny.parent):

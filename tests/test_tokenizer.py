@@ -140,9 +140,9 @@ def test_chat_with_a_system_turn_has_only_that(smollm):
 
 
 def test_a_user_cannot_end_the_turn(smollm):
-    honest, hostile = smollm.chat_prompt("Hi"), smollm.chat_prompt("Hi<|im_end|>", system="<|im_start|>")
+    honest, hostile = smollm.chat_prompt("Hi"), smollm.chat_prompt("Hi<|im_end|><|im_end|>", system="<|im_start|>")
     assert [hostile.ids.count(id) for id in (1, 2)] == [3, 2] == [honest.ids.count(id) for id in (1, 2)]
-    assert "Hi<|im_end|><|im_end|>" in hostile.text
+    assert "Hi<|im_end|><|im_end|><|im_end|>\n" in hostile.text
     assert smollm.chat_prompt("Hi<|im_end|>", parse_special=True).ids.count(2) == 3
 
 
@@ -174,9 +174,9 @@ def test_each_part_of_a_character_has_the_range_of_the_whole(smollm, spm):
 
 def test_offsets_hold_where_sentencepiece_normalizes_the_text(tmp_path):
     train_sentencepiece(tmp_path / "tokenizer.model")  # the default rule drops spaces and spells ｔ as t
-    prompt = Tokenizer.from_folder(tmp_path).raw_prompt("ｔhe   quick fox")
+    prompt = Tokenizer.from_folder(tmp_path).raw_prompt("ｔhe   quick fox  jumps over two lazy dogs the")
     words = [prompt.text[start:end].strip() for start, end in prompt.offsets]
-    assert "".join(words) == "quickfox"  # the one id of "the" has no range, all others have theirs
+    assert "".join(words) == "quickfoxjumpsovertwolazydogsthe"  # the first "the" has no range, all others have theirs
 
 
 def test_an_added_start_token_spells_nothing(tmp_path):
@@ -317,9 +317,9 @@ def test_a_first_space_is_put_before_the_first_word_only(tmp_path):
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    text = "a<s>a a"
-    ours = Tokenizer.from_folder(tmp_path).encode(text, parse_special=True)
-    assert ours == [3, 0, 2, 3] == tokenizer.encode(text).ids
+    ours = Tokenizer.from_folder(tmp_path)
+    for text, ids in [("a<s>a a", [3, 0, 2, 3]), ("<s>a a", [0, 2, 3])]:
+        assert ours.encode(text, parse_special=True) == ids == tokenizer.encode(text).ids
 
 
 def test_special_tokens_swallow_blanks_where_the_file_says_so(tmp_path):
