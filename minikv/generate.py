@@ -186,7 +186,7 @@ def main() -> None:
         print()
     print("\n" + table(answers))
     if policy.window:
-        seen = prompt.text[prompt.offsets[-policy.window :][0][0] :]
+        seen = prompt.tail(policy.window)
         print(f"\nThe window of {policy.window} tokens that chose: {seen!r}. The first answer token is the full cache's own.")
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "debug")}

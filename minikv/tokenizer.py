@@ -31,6 +31,10 @@ class Prompt:
     text: str
     offsets: list[Span]
 
+    def tail(self, count: int) -> str:
+        """The text of the last `count` ids, markup included: what a window of that size sees."""
+        return self.text[self.offsets[-count:][0][0] :] if count else ""
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder.
