@@ -43,6 +43,15 @@ def test_the_last_prompt_logits_are_those_of_full_attention_and_both_forms_agree
         assert a.seen == b.seen == 100
 
 
+@pytest.mark.parametrize("chunk", [3, None])
+def test_a_prefill_keeps_the_rotated_queries_of_the_last_tokens(chunk):
+    model, tokens = make_tiny_model(), make_prompt(40)
+    queries, _, _ = model.blocks[0].project(model.embed(tokens), model.rope(0, 40))
+    result = minikv.prefill(model, tokens, window=8, chunk=chunk)
+    assert torch.allclose(result.queries[0], queries[:, :, 32:], atol=1e-5)
+    assert torch.equal(result.last_queries(0, 3), result.queries[0][:, :, 5:])
+
+
 def test_only_one_full_layer_is_alive_layer_by_layer():
     model, tokens, alive = make_tiny_model(), make_prompt(400), []
     original = type(model).new_layer_cache

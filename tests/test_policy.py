@@ -51,6 +51,12 @@ def test_pyramid_schedule_equals_the_release_and_its_overspending_is_taken_back(
     assert budgets == sorted(budgets, reverse=True)
 
 
+def test_pyramids_surplus_is_taken_from_the_largest_layers():
+    # 24 chosen entries on average: 1 to 47 in steps of 15, and 8 of the window. 55 + 40 + 25 + 10 is 2 over 4 * 32.
+    assert minikv.budget.pyramid(32, layers=4, seq=150, window=8) == [55, 40, 25, 10]
+    assert PyramidKV(32).budgets(PromptShape(4, 150, 1)) == [54, 39, 25, 10]
+
+
 def test_streamingllm_keeps_the_sinks_and_the_latest():
     keys = torch.zeros(1, 1, 20, 4)
     assert StreamingLLM(7).select(0, torch.zeros(1, 1, 0, 4), keys, 7)[0, 0].tolist() == [0, 1, 2, 3, 17, 18, 19]
@@ -93,14 +99,24 @@ def test_cake_prefers_entries_whose_attention_shifts():
     assert Cake(3, window=2, kernel=1, gamma=0).select(0, queries, keys, 3)[0, 0].tolist() == [0, 5, 6]
 
 
-def test_cake_budgets_cascade_and_never_exceed_the_total():
-    model = make_tiny_model()
-    result = minikv.prefill(model, make_prompt(200))
+class CakeWithPreferences(Cake):
+    def preference(self, layer, prefill):
+        return [6, 1, 6, 1][layer]
+
+
+def test_cake_budgets_cascade_so_what_was_evicted_does_not_come_back():
+    # 128 entries, shared among the layers done so far: 128 | 110, 18 | 60, 9, 59 | 55, 10, 54, 9. The third stage has
+    # left layer 1 only 9, so the 10 of the last one are not to be had; 8 of the window come on top.
+    result = minikv.prefill(make_tiny_model(), make_prompt(200))
+    assert CakeWithPreferences(40).budgets(result) == [55 + 8, 9 + 8, 54 + 8, 9 + 8]
+    assert minikv.compress(result, CakeWithPreferences(40)).kept == [63, 17, 62, 17]
+
+
+def test_cake_spends_at_most_the_total():
+    result = minikv.prefill(make_tiny_model(), make_prompt(200))
     budgets = Cake(40).budgets(result)
     assert sum(budgets) <= 40 * 4 and all(8 <= entries <= 200 for entries in budgets)
-    preferences = [Cake(40).preference(layer, result) for layer in range(4)]
-    last = minikv.budget.cake(preferences, 32 * 4, 192)
-    assert all(entries <= final + 8 for entries, final in zip(budgets, last))
+    assert len(set(budgets)) > 1  # the layers of this model differ
 
 
 def test_tova_keeps_what_the_last_token_sees():
