@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from minikv import policy
 from minikv.budget import parse
 from minikv.errors import InputError
+from minikv.files import write_json  # noqa: F401  the programs call it command.write_json
 from minikv.srh import Profile
 from minikv.weights import DEFAULT_MODEL
 
@@ -42,6 +42,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="compresskv", help=f"the method: {', '.join(policy.METHODS)}")
     parser.add_argument("--budget", default="12%", help=budget_help)
+    add_selection_arguments(parser)
+
+
+def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a method chooses, whichever it is and whatever its budget."""
     parser.add_argument("--window", type=positive, default=8, help="last prompt tokens whose attention chooses; always kept")
     parser.add_argument("--kernel", type=positive, default=5, help="width of the pooling over positions, odd")
     parser.add_argument("--heads", type=positive, default=4, help="compresskv: semantic retrieval heads a layer that vote")
@@ -127,11 +132,11 @@ def load_profile(model, path: str | None, model_name: str) -> Profile:
     return profile
 
 
-def show_progress(total: int, what: str):
+def show_progress(total: int, what: str, shown: bool = True):
     """A progress bar for terminals, with time left: call update() on it. Nothing is shown elsewhere."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=what, disable=not sys.stderr.isatty(), leave=False, delay=1)
+    return tqdm(total=total, desc=what, disable=not (shown and sys.stderr.isatty()), leave=False, delay=1)
 
 
 def text_table(rows: list[tuple[str, ...]]) -> str:
@@ -139,17 +144,6 @@ def text_table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))) for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def write_json(path: str | Path, record: dict) -> None:
-    """Write a JSON record beside and then into place, so that an interrupted run leaves no half file."""
-    path = Path(path)
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""Reading the small JSON files that lie beside a checkpoint's weights."""
+"""Small JSON files: reading those that lie beside a checkpoint's weights, writing results."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from minikv.errors import InputError
@@ -22,3 +23,15 @@ def read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}; an object is needed")
     return value
+
+
+def write_json(path: str | Path, record: dict) -> None:
+    """Write a JSON record beside and then into place, so that an interrupted run leaves no half file."""
+    path = Path(path)
+    beside = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error

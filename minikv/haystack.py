@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,11 +27,47 @@ class Needle:
 
 
 @dataclass(frozen=True)
-class NeedlePrompt:
-    """A prompt with a hidden needle: its token ids, and the positions among them of the answer's tokens."""
+class Task:
+    """A question, the needles that answer it, and other needles that are hidden as well."""
 
-    ids: list[int]
+    question: str
+    asked: tuple[Needle, ...]
+    others: tuple[Needle, ...] = ()
+
+    @property
+    def answers(self) -> list[str]:
+        return [needle.answer for needle in self.asked]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Needles of one form: `needle` and `question` with {key} and {value} to fill, `question_all` with {keys}."""
+
+    needle: str
+    question: str
+    question_all: str
+    entries: tuple[tuple[str, str], ...]
+
+    def fill(self, entry: int) -> Needle:
+        key, value = self.entries[entry]
+        return Needle(self.needle.format(key=key, value=value), self.question.format(key=key), value)
+
+    def ask_all(self, entries: list[int]) -> str:
+        """The question for the values of two or more entries."""
+        *first, last = [self.entries[entry][0] for entry in entries]
+        return self.question_all.format(keys=f"{', '.join(first)} and {last}")
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """A prompt with hidden needles, and the positions of the answers' tokens among its token ids."""
+
+    prompt: Prompt
     answer_positions: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt.ids
 
 
 def with_question(document: str, question: str) -> str:
@@ -44,27 +81,59 @@ def load_needles(path: str | Path) -> list[Needle]:
     InputError names the file and line of what cannot be used.
     """
     needles = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{where} is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise InputError(f"{where} is not a JSON object with needle, question and answer")
+    for where, fields in read_jsonl(path):
         fields.setdefault("answer", fields.get("real_needle"))
-        values = [fields.get(name) for name in ("needle", "question", "answer")]
-        if not all(isinstance(value, str) and value.strip() for value in values):
-            raise InputError(f"{where} lacks a text for needle, question or answer")
-        needle = Needle(*values)
+        needle = Needle(*_texts(where, fields, "needle", "question", "answer"))
         if not _find(needle.answer, needle.needle):
             raise InputError(f"{where}: the answer {needle.answer!r} does not occur in the needle")
         needles.append(needle)
     if not needles:
         raise InputError(f"{path} holds no needles")
     return needles
+
+
+def load_families(path: str | Path) -> list[Family]:
+    """Read families of needles from JSONL: needle, question, question_all, and entries as [[key, value], ...].
+
+    InputError names the file and line of what cannot be used.
+    """
+    families = []
+    for where, fields in read_jsonl(path):
+        forms = _texts(where, fields, "needle", "question", "question_all")
+        entries = fields.get("entries")
+        pairs = entries if isinstance(entries, list) else []
+        if len(pairs) < 2 or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise InputError(f"{where}: entries is not a list of two or more [key, value]")
+        for form, names in zip(forms, (("{key}", "{value}"), ("{key}",), ("{keys}",))):
+            if sorted(re.findall("{.*?}", form)) != sorted(names):
+                raise InputError(f"{where}: {form!r} must hold {' and '.join(names)} once, and no other braces")
+        families.append(Family(*forms, tuple((str(key), str(value)) for key, value in pairs)))
+    if not families:
+        raise InputError(f"{path} holds no families of needles")
+    return families
+
+
+def _texts(where: str, fields: dict, *names: str) -> list[str]:
+    """The values of those fields, all of them texts that are not empty."""
+    values = [fields.get(name) for name in names]
+    if not all(isinstance(value, str) and value.strip() for value in values):
+        raise InputError(f"{where} lacks a text for {', '.join(names[:-1])} or {names[-1]}")
+    return values
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict]]:
+    """The JSON object of each line that is not blank, with its file and line for error messages."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # splitlines would cut at U+2028 in a string, too
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where} is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise InputError(f"{where} is not a JSON object")
+        yield where, fields
 
 
 def load_haystack(path: str | Path) -> str:
@@ -93,23 +162,37 @@ def hide(tokenizer: Tokenizer, haystack: str, needle: Needle, length: int, depth
     The needle goes in at the end of the sentence nearest to that depth of the haystack, which is repeated when it is
     too short. Raises InputError when `length` has no room for the needle, or the haystack holds it already.
     """
+    return hide_all(tokenizer, haystack, Task(needle.question, (needle,)), length, depth)
 
-    def build(characters: int) -> Prompt:
-        document = _insert(haystack[:characters], needle.needle, depth)
-        return tokenizer.chat_prompt(with_question(document, needle.question))
 
-    room = length - len(build(0).ids)
+def hide_all(tokenizer: Tokenizer, haystack: str, task: Task, length: int, depth: float) -> NeedlePrompt:
+    """As `hide`, with all needles of a task: the first one asked at `depth`, the others at even distances from it.
+
+    What goes beyond the end of the haystack goes on from its beginning.
+    """
+    needles = [*task.asked, *task.others]
+    depths = [depth, *((depth + place / len(needles)) % 1 for place in range(1, len(needles)))]
+
+    def build(text: str) -> Prompt:
+        document = _insert(text, [(needle.needle, at) for needle, at in zip(needles, depths)])
+        return tokenizer.chat_prompt(with_question(document, task.question))
+
+    room = length - len(build("").ids)
     if room < 0:
         raise InputError(f"a prompt of {length} tokens has no room for the needle and its question: {-room} too few")
-    haystack = _repeat_to(tokenizer, haystack, room)
-    prompt = build(_cut_for_length(tokenizer, haystack, build, length, room))
-    if prompt.text.count(needle.needle) != 1:
-        raise InputError(f"the haystack already holds the needle {needle.needle!r}")
-    start = prompt.text.index(needle.needle)
-    answer = _find(needle.answer, needle.needle)
-    first, end = start + answer.start(), start + answer.end()
-    positions = [index for index, (a, b) in enumerate(prompt.offsets) if a < end and b > first]
-    return NeedlePrompt(prompt.ids, positions)
+    prompt = _fit(tokenizer, _repeat_to(tokenizer, haystack, room), build, length, room)
+    for needle in needles:
+        if prompt.text.count(needle.needle) != 1:
+            raise InputError(f"the haystack already holds the needle {needle.needle!r}")
+    spans = [_answer_span(prompt.text, needle) for needle in task.asked]
+    positions = [i for i, (a, b) in enumerate(prompt.offsets) if any(a < end and b > start for start, end in spans)]
+    return NeedlePrompt(prompt, positions)
+
+
+def _answer_span(text: str, needle: Needle) -> tuple[int, int]:
+    """Where the answer of a hidden needle is in the prompt's text."""
+    start, answer = text.index(needle.needle), _find(needle.answer, needle.needle)
+    return start + answer.start(), start + answer.end()
 
 
 def _find(answer: str, text: str) -> re.Match | None:
@@ -117,13 +200,16 @@ def _find(answer: str, text: str) -> re.Match | None:
     return re.search(re.escape(answer), text, re.IGNORECASE)
 
 
-def _insert(haystack: str, needle: str, depth: float) -> str:
-    """Put the needle between two sentences, where the text is nearest to `depth` (0: before it, 1: after it)."""
-    ends = [match.end() for match in re.finditer(r"[.!?][\"')\]]*\s+", haystack)]
-    place = min([0, *ends, len(haystack)], key=lambda end: abs(end - depth * len(haystack)))
-    before, after = haystack[:place], haystack[place:]
-    gap = " " if before and not before[-1].isspace() else ""
-    return f"{before}{gap}{needle} {after}"
+def _insert(haystack: str, needles: list[tuple[str, float]]) -> str:
+    """Put each needle between two sentences, where the text is nearest to its depth (0: before it, 1: after it)."""
+    ends = [0, *(match.end() for match in re.finditer(r"[.!?][\"')\]]*\s+", haystack)), len(haystack)]
+
+    placed = [(min(ends, key=lambda end: abs(end - depth * len(haystack))), needle) for needle, depth in needles]
+    for place, needle in sorted(placed, reverse=True):  # from the back, so that the places in front stay true
+        before, after = haystack[:place], haystack[place:]
+        gap = " " if before and not before[-1].isspace() else ""
+        haystack = f"{before}{gap}{needle} {after}"
+    return haystack
 
 
 def _repeat_to(tokenizer: Tokenizer, haystack: str, tokens: int) -> str:
@@ -141,25 +227,35 @@ def _token_ends(tokenizer: Tokenizer, text: str) -> list[int]:
     return [end for _, end in tokenizer.raw_prompt(text).offsets]
 
 
-def _cut_for_length(tokenizer, haystack: str, build, length: int, room: int) -> int:
-    """The number of haystack characters with which build(characters) has exactly `length` tokens.
+def _fit(tokenizer: Tokenizer, haystack: str, build: Callable[[str], Prompt], length: int, room: int) -> Prompt:
+    """The prompt that has exactly `length` tokens: build(part of the haystack), of about `room` tokens.
 
-    The haystack is cut at a token's end; a cut there can still join tokens in another way, so the count is
-    corrected until it is exact, and where no token's end is, the next characters are tried one by one.
+    A long word at the end may take several tokens more with its last letter, so that no cut there is right: then the
+    haystack begins a word later.
     """
-    ends = [0, *_token_ends(tokenizer, haystack)]
-    tokens, tried = room, set()
+    for start in [0, *(match.end() for match in re.finditer(r"\s+", haystack[:500]))]:
+        prompt = _fit_at_end(haystack[start:], _token_ends(tokenizer, haystack[start:]), build, length, room)
+        if prompt is not None:
+            return prompt
+    raise InputError(f"no cut of the haystack gives a prompt of exactly {length} tokens")
+
+
+def _fit_at_end(haystack: str, ends: list[int], build: Callable[[str], Prompt], length: int, room: int) -> Prompt | None:
+    """As _fit, with a cut at one of the tokens' `ends`, or nearby between two; None where there is none.
+
+    A cut can join tokens in another way, so their number is corrected until it is right.
+    """
+    ends, tokens, tried = [0, *ends], room, set()
     while tokens not in tried and 0 <= tokens < len(ends):
         tried.add(tokens)
-        off = length - len(build(ends[tokens]).ids)
-        if off == 0:
-            return ends[tokens]
-        tokens += off
+        prompt = build(haystack[: ends[tokens]])
+        if len(prompt.ids) == length:
+            return prompt
+        tokens += length - len(prompt.ids)
     around = ends[min(max(tried), len(ends) - 1)]
-    for characters in sorted(range(max(0, around - 400), min(len(haystack), around + 400)), key=lambda c: abs(c - around)):
-        if len(build(characters).ids) == length:
-            return characters
-    raise InputError(f"no cut of the haystack gives a prompt of exactly {length} tokens")
+    nearby = range(max(0, around - 50), min(len(haystack), around + 50))
+    prompts = (build(haystack[:end]) for end in sorted(nearby, key=lambda end: abs(end - around)))
+    return next((prompt for prompt in prompts if len(prompt.ids) == length), None)
 
 
 _rouge = RougeScorer(["rouge1"], use_stemmer=True)
@@ -171,3 +267,9 @@ def recall(answer: str, text: str) -> float:
     The order of words does not matter, and words before or after the answer cost nothing.
     """
     return _rouge.score(answer, text)["rouge1"].recall
+
+
+def contains(answer: str, text: str) -> bool:
+    """Whether the answer occurs in the text word for word; case, line breaks and runs of spaces aside."""
+    words = r"\s+".join(map(re.escape, answer.split()))
+    return re.search(rf"(?<!\w){words}(?!\w)", text, re.IGNORECASE) is not None

@@ -32,6 +32,13 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        # nn.Embedding draws from a normal distribution, which on the meta device, where models are built that are
+        # then loaded, imports torch's compiler: one to five seconds at every start.
+        nn.init.uniform_(self.weight, -1, 1)
+
+
 @lru_cache(maxsize=8)
 def _rope_frequencies(config: Config, device: torch.device) -> Tensor:  # [head_dim / 2] float32
     """Angle in radians by which each pair of a head's dimensions turns from one position to the next."""
@@ -141,7 +148,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 

@@ -6,7 +6,8 @@ and 3.3). Attention rows exist for the one query in hand only, so long prompts f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from minikv.inference import compress, prefill
 from minikv.model import Llama, attend
 from minikv.policy import CompressKV, Full
 from minikv.scores import window_attention
-from minikv.srh import Profile, semantic_score, traditional_score
+from minikv.srh import Profile, rank_heads, semantic_score, traditional_score
 
 
 @dataclass(frozen=True)
@@ -111,3 +112,60 @@ def layer_scores(errors: Iterable[Tensor]) -> list[float]:
     """The layers' shares of the error: the sums of each data set normalised, averaged, and normalised again."""
     shares = torch.stack([sums / sums.sum() for sums in errors]).mean(0)
     return (shares / shares.sum()).tolist()
+
+
+def halves(groups: Sequence[str], seed: int) -> tuple[list[int], list[int]]:
+    """Split runs in two halves, at random; `groups` tells for each run the needle that it asked for.
+
+    The runs of one needle stay together (but for one needle in the middle): they have much in common, and would make
+    the halves agree more than the measurement deserves.
+    """
+    order = list(range(len(groups)))
+    names = sorted(set(groups))
+    random.Random(seed).shuffle(names)
+    order.sort(key=lambda run: names.index(groups[run]))
+    middle = (len(order) + 1) // 2
+    return order[:middle], order[middle:]
+
+
+def rank_correlation(first: Tensor, second: Tensor) -> float | None:
+    """Spearman's correlation of two tensors of scores: 1 if they order all heads alike. None where one is constant."""
+    ranks = torch.stack([_ranks(first.flatten()), _ranks(second.flatten())])
+    if (ranks.var(1) == 0).any():
+        return None
+    return torch.corrcoef(ranks)[0, 1].item()
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """How many of the values are below each one, equal ones counting half."""
+    below = (values[:, None] > values[None, :]).sum(1)
+    equal = (values[:, None] == values[None, :]).sum(1)
+    return below.double() + equal.double() / 2
+
+
+def top_overlap(first: Tensor, second: Tensor, count: int = 4) -> float | None:
+    """The share of a layer's `count` strongest heads that two score tensors [layers, heads] have in common, on average.
+
+    A layer where fewer heads scored at all has no such ranking, and is left out. None where no layer has one.
+    """
+    count = min(count, first.shape[1])
+    ranked = ((first > 0).sum(1) >= count) & ((second > 0).sum(1) >= count)
+    tops = zip(rank_heads(first[ranked]), rank_heads(second[ranked]))
+    shared = [len({*a[:count]} & {*b[:count]}) / count for a, b in tops]
+    return sum(shared) / len(shared) if shared else None
+
+
+def stability(scores: Tensor, groups: Sequence[str], seed: int) -> dict:
+    """How well the mean scores of two halves of the runs agree, from scores [runs, layers, heads].
+
+    By chance alone the overlap would be 4 / heads, and the correlation 0. Empty with fewer than two runs.
+    """
+    if len(groups) < 2:
+        return {}
+    first, second = halves(groups, seed)
+    means = scores[first].mean(0), scores[second].mean(0)
+    return {
+        "runs": [len(first), len(second)],
+        "spearman": rank_correlation(*means),
+        "top4_overlap": top_overlap(*means),
+    }

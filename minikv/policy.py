@@ -249,14 +249,16 @@ class CompressKV(WindowPolicy):
             raise InputError(f"heads is {self.heads}; accepted: 1 to the model's {self.profile.heads} query heads a layer")
 
     def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        self.profile.check_shape(prompt.layers, self.profile.heads)
+        if prompt.layers != self.profile.layers:
+            raise InputError(f"the profile is for {self.profile.layers} layers, the model has {prompt.layers}")
         if not self.layer_budgets:
             return super().budgets(prompt)
         return self.error_aware_budgets(prompt, self.profile.layer_scores)
 
     def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
         heads, kv_heads = queries.shape[1], keys.shape[1]
-        self.profile.check_shape(self.profile.layers, heads)
+        if heads != self.profile.heads:
+            raise InputError(f"the profile is for {self.profile.heads} query heads a layer, the model has {heads}")
         ranks = self.profile.traditional_ranks if self.traditional else self.profile.head_ranks
         voters = torch.tensor(ranks[layer][: self.heads], device=keys.device)
         votes = scores.window_votes(queries[:, voters], keys[:, voters // (heads // kv_heads)], self.kernel)

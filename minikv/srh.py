@@ -7,17 +7,18 @@ needle hidden in a haystack (CompressKV, section 3.2).
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from minikv import release_files
 from minikv.config import Config
 from minikv.errors import InputError
+from minikv.files import read_json, write_json
 
 
 def semantic_score(rows: Tensor, token: int, prompt: Tensor, answer: Tensor) -> Tensor:
@@ -45,6 +46,12 @@ def rank_heads(scores: Tensor) -> list[list[int]]:
     return scores.sort(dim=-1, descending=True, stable=True).indices.tolist()
 
 
+def strongest(scores: Tensor) -> list[tuple[int, int]]:
+    """All heads of the model as (layer, head), strongest first, from scores [layers, heads]."""
+    order = scores.flatten().sort(descending=True, stable=True).indices.tolist()
+    return [divmod(index, scores.shape[1]) for index in order]
+
+
 def fingerprint(model: nn.Module) -> str:
     """A short hash of a model's weights that is the same in every dtype the model is loaded in.
 
@@ -68,7 +75,9 @@ class Profile:
 
     head_ranks: for each layer all query heads, strongest semantic retrieval head first. layer_scores: for each layer
     its share of the error, summing to 1. head_scores and traditional_scores: the scores [layers][heads] themselves,
-    which compare across layers. model, settings, versions: what it was measured on, how, and with what.
+    which compare across layers. model, settings, versions: what it was measured on, how, and with what. stability:
+    how well two halves of the runs agree (see offline.stability). layer_scores_by_set: the layer scores of each data
+    set alone.
     """
 
     head_ranks: list[list[int]]
@@ -78,24 +87,40 @@ class Profile:
     model: dict = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
     versions: dict = field(default_factory=dict)
+    stability: dict = field(default_factory=dict)
+    layer_scores_by_set: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self):
-        layers = _length("head_ranks", self.head_ranks)
+        self._check_ranks()
+        self._check_layer_scores("layer_scores", self.layer_scores)
+        for name in ("head_scores", "traditional_scores"):
+            rows = getattr(self, name)
+            if rows is not None:
+                if _length(name, rows) != self.layers:
+                    raise InputError(f"profile: {name} has {len(rows)} layers, head_ranks {self.layers}")
+                for layer, row in enumerate(rows):
+                    _check_numbers(f"{name}, layer {layer}", row, self.heads)
+        for name in ("model", "settings", "versions", "stability", "layer_scores_by_set"):
+            if not isinstance(getattr(self, name), dict):
+                raise InputError(f"profile: {name} is {str(getattr(self, name))[:40]!r}; a JSON object is needed")
+        for name, values in self.layer_scores_by_set.items():
+            self._check_layer_scores(f"layer_scores_by_set, {name}", values)
+        for name in ("layers", "heads"):
+            if self.model.get(name, getattr(self, name)) != getattr(self, name):
+                raise InputError(f"profile: model says {self.model[name]!r} {name}, head_ranks has {getattr(self, name)}")
+
+    def _check_ranks(self) -> None:
+        _length("head_ranks", self.head_ranks)
         heads = _length("head_ranks, layer 0", self.head_ranks[0])
         for layer, ranks in enumerate(self.head_ranks):
             whole = isinstance(ranks, list) and all(type(head) is int for head in ranks)
             if not whole or sorted(ranks) != list(range(heads)):
                 raise InputError(f"profile: head_ranks, layer {layer}, is not an order of the heads 0 to {heads - 1}")
-        _check_numbers("layer_scores", self.layer_scores, layers)
-        if min(self.layer_scores) < 0:
-            raise InputError("profile: layer_scores has a negative number; errors are not negative")
-        for name in ("head_scores", "traditional_scores"):
-            rows = getattr(self, name)
-            if rows is not None:
-                if _length(name, rows) != layers:
-                    raise InputError(f"profile: {name} has {len(rows)} layers, head_ranks {layers}")
-                for layer, row in enumerate(rows):
-                    _check_numbers(f"{name}, layer {layer}", row, heads)
+
+    def _check_layer_scores(self, name: str, values) -> None:
+        _check_numbers(name, values, self.layers)
+        if min(values) < 0:
+            raise InputError(f"profile: {name} has a negative number; errors are not negative")
 
     @property
     def layers(self) -> int:
@@ -122,6 +147,9 @@ class Profile:
     def check_model(self, model: nn.Module, config: Config) -> str | None:
         """Refuse a model of another shape; return a warning when the weights are others than were profiled."""
         self.check_shape(config.layers, config.heads)
+        for name in ("kv_heads", "head_dim"):
+            if self.model.get(name, getattr(config, name)) != getattr(config, name):
+                raise InputError(f"the profile is for {self.model[name]} {name}, the model has {getattr(config, name)}")
         expected, found = self.model.get("weights"), fingerprint(model)
         if expected is not None and expected != found:
             return f"the profile was measured on other weights ({expected}) than this model's ({found})"
@@ -129,15 +157,12 @@ class Profile:
 
     @staticmethod
     def load(path: str | os.PathLike) -> Profile:
-        """Read a profile; InputError names the file and the field that is missing, of another kind, or NaN."""
-        try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"profile {path}: {error.strerror}") from error
-        except ValueError as error:
-            raise InputError(f"profile {path} is not JSON: {error}") from error
-        if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
-            raise InputError(f"profile {path}: the field format is not {FORMAT!r}")
+        """Read a profile, or the release's NAME_head_idx.json with the NAME_layer_score.jsonl beside it.
+
+        InputError names the file and the field that is missing, of another kind, or NaN.
+        """
+        path = Path(path)
+        fields = release_files.read(path) if release_files.is_release_file(path) else _read(path)
         try:
             return Profile(**fields)
         except TypeError as error:
@@ -147,12 +172,25 @@ class Profile:
             raise InputError(f"profile {path}: {str(error).removeprefix('profile: ')}") from error
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the profile as JSON, beside and then into place, so that an interrupted run leaves no half file."""
+        """Write the profile as JSON; to a path that ends in _head_idx.json as the release's two files instead.
+
+        Those two hold the ranks and the layer scores, nothing else.
+        """
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(path.name + ".part")
-        beside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, path)
+        if release_files.is_release_file(path):
+            release_files.write(path, self.head_ranks, self.layer_scores, self.layer_scores_by_set)
+        else:
+            write_json(path, {"format": FORMAT, **asdict(self)})
+
+
+def _read(path: Path) -> dict:
+    """The fields of a profile's file."""
+    if not path.is_file():
+        raise InputError(f"profile {path}: there is no such file")
+    fields = read_json(path)
+    if fields.pop("format", None) != FORMAT:
+        raise InputError(f"profile {path}: the field format is not {FORMAT!r}")
+    return fields
 
 
 def _length(name: str, value) -> int:
@@ -165,5 +203,6 @@ def _check_numbers(name: str, values, count: int) -> None:
     if _length(name, values) != count:
         raise InputError(f"profile: {name} has {len(values)} numbers, {count} are needed")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise InputError(f"profile: {name} holds {value!r}; finite numbers are needed")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not abs(value) <= sys.float_info.max:  # False for NaN, infinity, and huge whole numbers
+            raise InputError(f"profile: {name} holds {str(value)[:40]}; finite numbers are needed")
