@@ -177,10 +177,7 @@ def hide_all(tokenizer: Tokenizer, haystack: str, task: Task, length: int, depth
         document = _insert(text, [(needle.needle, at) for needle, at in zip(needles, depths)])
         return tokenizer.chat_prompt(with_question(document, task.question))
 
-    room = length - len(build("").ids)
-    if room < 0:
-        raise InputError(f"a prompt of {length} tokens has no room for the needle and its question: {-room} too few")
-    prompt = _fit(tokenizer, _repeat_to(tokenizer, haystack, room), build, length, room)
+    prompt = fit(tokenizer, haystack, build, length)
     for needle in needles:
         if prompt.text.count(needle.needle) != 1:
             raise InputError(f"the haystack already holds the needle {needle.needle!r}")
@@ -227,12 +224,16 @@ def _token_ends(tokenizer: Tokenizer, text: str) -> list[int]:
     return [end for _, end in tokenizer.raw_prompt(text).offsets]
 
 
-def _fit(tokenizer: Tokenizer, haystack: str, build: Callable[[str], Prompt], length: int, room: int) -> Prompt:
-    """The prompt that has exactly `length` tokens: build(part of the haystack), of about `room` tokens.
+def fit(tokenizer: Tokenizer, haystack: str, build: Callable[[str], Prompt], length: int) -> Prompt:
+    """The prompt build(part of the haystack) that has exactly `length` tokens; the haystack is repeated if need be.
 
     A long word at the end may take several tokens more with its last letter, so that no cut there is right: then the
-    haystack begins a word later.
+    haystack begins a word later. Raises InputError when `length` has no room for what build adds to the haystack.
     """
+    room = length - len(build("").ids)
+    if room < 0:
+        raise InputError(f"a prompt of {length} tokens has no room for what is asked: {-room} too few")
+    haystack = _repeat_to(tokenizer, haystack, room)
     for start in [0, *(match.end() for match in re.finditer(r"\s+", haystack[:500]))]:
         prompt = _fit_at_end(haystack[start:], _token_ends(tokenizer, haystack[start:]), build, length, room)
         if prompt is not None:
@@ -241,7 +242,7 @@ def _fit(tokenizer: Tokenizer, haystack: str, build: Callable[[str], Prompt], le
 
 
 def _fit_at_end(haystack: str, ends: list[int], build: Callable[[str], Prompt], length: int, room: int) -> Prompt | None:
-    """As _fit, with a cut at one of the tokens' `ends`, or nearby between two; None where there is none.
+    """As fit, with a cut at one of the tokens' `ends`, or nearby between two; None where there is none.
 
     A cut can join tokens in another way, so their number is corrected until it is right.
     """

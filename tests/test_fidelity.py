@@ -58,10 +58,10 @@ def test_layer_errors_start_from_the_full_caches_hidden_states():
     assert attention_errors(model, result, [StreamingLLM(20)], answer) == both[:1]
 
 
-def test_prompts_alternate_in_kind_and_have_about_the_asked_length(default_model):
+def test_prompts_alternate_in_kind_and_have_exactly_the_asked_length(default_model):
     _, tokenizer = default_model
     prompts = list(ask(tokenizer, [1024, 2048], 9))
     assert [key.split()[1].rstrip(",") for key, _ in prompts] == ["needle", "question", "summary"] * 3
     for number, (_, ids) in enumerate(prompts):
-        assert abs(len(ids) - [1024, 2048, 1024][number // 3]) <= 3
+        assert len(ids) == [1024, 2048, 1024][number // 3]
     assert len({tuple(ids) for _, ids in prompts}) == 9

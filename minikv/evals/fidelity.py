@@ -20,7 +20,7 @@ from minikv.evals.fidelity_prompts import ask
 from minikv.evals.journal import Journal
 from minikv.evals.statistics import bootstrap
 from minikv.evals.sweep import Pair
-from minikv.inference import Prefill, check_prompt, compress, decode, prefill
+from minikv.inference import Prefill, check_prompt, compress, decode
 from minikv.model import Llama, attend
 from minikv.offline import relative_error
 from minikv.policy import METHODS, Full, Policy
@@ -82,9 +82,7 @@ def compare(exact: Tensor, logits: Tensor, answer: Tensor, error: list[float], k
 def measure(model: Llama, tokenizer: Tokenizer, ids: list[int], pairs: list[Pair], max_answer_tokens: int) -> dict:
     """The fidelity of each method-budget pair on one prompt, by name; {} when the answer has fewer than two tokens."""
     policies = [pair.policy for pair in pairs]
-    tokens = torch.tensor([ids], device=model.device)
-    window = max([1, *(policy.window for policy in policies if policy.window)])
-    prefilled = prefill(model, tokens, window, column_sums=any(policy.window is None for policy in policies))
+    prefilled = sweep.prefill_for(model, torch.tensor([ids], device=model.device), policies)
     full = compress(prefilled, Full(), reserve=max_answer_tokens)
     answer = list(decode(model, full, prefilled.logits, max_answer_tokens, tokenizer.stop_ids))
     if len(answer) < 2:
@@ -137,7 +135,7 @@ def main() -> None:
     arguments = parse_arguments()
     model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
     check_prompt(model, torch.empty(1, max(arguments.lengths)), arguments.max_new_tokens)
-    pairs = sweep.make_pairs(model, arguments)
+    pairs = [pair for pair in sweep.make_pairs(model, arguments) if pair.method != "full"]  # it is what is compared with
     settings = sweep.settings_of(model, pairs, arguments)
     journal = Journal(arguments.results, settings)
     with command.show_progress(arguments.prompts, "fidelity, prompts") as bar:
@@ -152,9 +150,13 @@ def main() -> None:
     print(f"{len(results)} prompts. The first answer token comes from the prefill, the same for all methods: it is left out.")
     for name, what, form in MEASURES:
         print(f"\n{what}\n{table(rows, arguments.budgets, name, form)}")
+    record = {"settings": settings, "versions": command.versions(), "prompts": len(results), "rows": rows}
     if arguments.json:
-        record = {"settings": settings, "versions": command.versions(), "prompts": len(results), "rows": rows}
         command.write_json(arguments.json, record)
+    if arguments.plot:
+        from minikv.report.eval_plots import draw_fidelity
+
+        print(f"drawn: {draw_fidelity(record, arguments.plot)}")
 
 
 MEASURES = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from minikv.haystack import DATA, hide, load_needles, read_text, with_question
+from minikv.haystack import DATA, fit, hide, load_needles, read_text, with_question
 from minikv.tokenizer import Tokenizer
 
 EVALUATE = DATA / "evaluate"
@@ -28,9 +29,11 @@ def ask(tokenizer: Tokenizer, lengths: list[int], count: int) -> Iterator[tuple[
         elif number % 3 == 1:
             asked = questions[turn * 3 % len(questions)]
             text = begin_at(essays, names.index(asked["essay"]) - 1)  # the essay asked about comes second
-            yield f"{number} question, {length} tokens: {asked['question']}", fit(tokenizer, text, with_question("", asked["question"]), length)
+            build = partial(with_question, question=asked["question"])
+            yield f"{number} question, {length} tokens: {asked['question']}", exact(tokenizer, text, build, length)
         else:
-            yield f"{number} summary, {length} tokens", fit(tokenizer, begin_at(essays, turn * 2), SUMMARY, length)
+            text = begin_at(essays, turn * 2)
+            yield f"{number} summary, {length} tokens", exact(tokenizer, text, lambda document: f"{document}\n\n{SUMMARY}", length)
 
 
 def begin_at(essays: list[tuple[str, str]], first: int) -> str:
@@ -39,9 +42,6 @@ def begin_at(essays: list[tuple[str, str]], first: int) -> str:
     return "\n\n".join(text for _, text in essays[first:] + essays[:first])
 
 
-def fit(tokenizer: Tokenizer, document: str, ending: str, length: int) -> list[int]:
-    """A chat prompt of the document's beginning and an ending, of `length` tokens give or take the one or two by which
-    the document, where it is cut, is split into tokens in another way."""
-    room = length - len(tokenizer.chat_prompt(ending.strip()).ids)
-    end = tokenizer.raw_prompt(document).offsets[room - 1][1]
-    return tokenizer.chat_prompt(f"{document[:end]}\n\n{ending.strip()}").ids
+def exact(tokenizer: Tokenizer, document: str, finish: Callable[[str], str], length: int) -> list[int]:
+    """A chat prompt of exactly `length` tokens: the document's beginning, with what `finish` puts after it."""
+    return fit(tokenizer, document, lambda text: tokenizer.chat_prompt(finish(text)), length).ids

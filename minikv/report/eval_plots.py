@@ -161,3 +161,25 @@ def _bars(axes: Axes, rows: list[dict]) -> None:
     axes.tick_params(axis="y", labelsize=7)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def draw_fidelity(record: dict, path: str | Path) -> Path:
+    """KL divergence and top-1 agreement against what was kept, a line for each method."""
+    figure, panels = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
+    labels = {"kl": "KL divergence from the full cache (nats a token)", "agreement": "top-1 agreement with the full cache"}
+    for axes, (measure, label) in zip(panels, labels.items()):
+        for method in dict.fromkeys(row["method"] for row in record["rows"]):
+            rows = [row for row in record["rows"] if row["method"] == method]
+            shares, means = [100 * row["kept"]["mean"] for row in rows], [row[measure]["mean"] for row in rows]
+            ends = [[abs(row[measure][end] - row[measure]["mean"]) for row in rows] for end in ("low", "high")]
+            axes.errorbar(shares, means, ends, label=TITLE[method], capsize=2, elinewidth=0.7, markersize=5, **LOOK[method])
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([1, 3, 6, 12, 25, 50, 100]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.3g}"))
+        axes.set_xlabel("entries of the prompt that are kept (%, log scale)")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
+    panels[1].legend(fontsize=8)
+    figure.suptitle(f"mean of {record['prompts']} prompts; bars: 95 % interval over prompts", fontsize=9)
+    return save(figure, _settings(record, "lengths", "max_new_tokens", "window", "kernel", "heads"), Path(path))
