@@ -28,11 +28,16 @@ class Policy(ABC):
     """What every method offers. `window` is the number of last prompt queries it looks at; None: all of them."""
 
     window: int | None = 0
+    at_least: int = 2  # entries a layer without which the method makes no sense
     needs_all_layers = False  # its budgets need a Prefill, not just the prompt's shape
 
-    @abstractmethod
+    def mean_entries(self, prompt: PromptShape | Prefill) -> int:
+        """The budget in entries, as a mean over the layers; InputError where it is below `at_least`."""
+        return mean_entries(self.budget, prompt, self.at_least)
+
     def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        """Entries to keep in each layer."""
+        """Entries to keep in each layer: the same in all, unless a method has a better idea."""
+        return uniform(self.mean_entries(prompt), prompt.layers)
 
     @abstractmethod
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
@@ -73,8 +78,9 @@ class StreamingLLM(Policy):
         if self.sinks < 0:
             raise InputError(f"sinks is {self.sinks}; accepted: 0 or more")
 
-    def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        return uniform(mean_entries(self.budget, prompt, at_least=self.sinks + 1), prompt.layers)
+    @property
+    def at_least(self) -> int:
+        return self.sinks + 1
 
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         everything = scores.all_positions(keys)
@@ -101,11 +107,9 @@ class WindowPolicy(Policy):
     def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
         """Score [batch, kv_heads, seq - window] of each position before the window. Shapes as in `select`."""
 
-    def mean_entries(self, prompt: PromptShape | Prefill) -> int:
-        return mean_entries(self.budget, prompt, at_least=self.window + 1)
-
-    def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        return uniform(self.mean_entries(prompt), prompt.layers)
+    @property
+    def at_least(self) -> int:
+        return self.window + 1
 
     def error_aware_budgets(self, prompt: PromptShape | Prefill, layer_scores: list[float]) -> list[int]:
         """CompressKV's budgets, section 3.3 of the paper: at least 32 entries a layer, at most three times the mean.
@@ -266,7 +270,7 @@ class CompressKV(WindowPolicy):
 
 
 @dataclass(frozen=True)
-class TOVA(Policy):
+class TOVA(WindowPolicy):
     """TOVA (arXiv 2401.06104), applied once after the prompt: what the last token attends to, averaged over all heads.
 
     All KV heads of a layer keep the same positions.
@@ -274,16 +278,11 @@ class TOVA(Policy):
 
     budget: Budget
     window = 1
+    kernel = 1
 
-    def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        return uniform(mean_entries(self.budget, prompt, at_least=2), prompt.layers)
-
-    def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
-        if budget >= keys.shape[2]:
-            return scores.all_positions(keys)
-        row = scores.window_votes(queries, keys, kernel=1).mean(1)
-        shared = repeat(row, "batch prefix -> batch kv_heads prefix", kv_heads=keys.shape[1])
-        return scores.keep_best_and_window(shared, budget, 1, layer)
+    def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
+        row = scores.window_votes(queries, keys, self.kernel).mean(1)
+        return repeat(row, "batch prefix -> batch kv_heads prefix", kv_heads=keys.shape[1])
 
 
 @dataclass(frozen=True)
@@ -295,9 +294,6 @@ class H2O(Policy):
 
     budget: Budget
     window = None
-
-    def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        return uniform(mean_entries(self.budget, prompt, at_least=2), prompt.layers)
 
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         return self._keep(scores.column_sums(queries, keys), layer, budget)

@@ -80,6 +80,17 @@ def test_decoding_one_token_at_a_time_equals_one_forward_pass(default_model, ess
     assert (whole - steps).abs().max() < 5e-4
 
 
+def test_layer_by_layer_leaves_the_very_cache_that_compressing_a_whole_prefill_does(default_model):
+    model, tokenizer = default_model
+    tokens = torch.tensor([tokenizer.encode(load_haystack(DATA / "evaluate/essays"))[:640]])
+    policy = CompressKV(64, Profile.load(PROFILE))
+    logits, layered = minikv.prefill_layer_by_layer(model, tokens, policy)
+    result = minikv.prefill(model, tokens)
+    assert torch.equal(logits, result.logits)
+    for a, b in zip(minikv.compress(result, policy).layers, layered.layers):
+        assert torch.equal(a.positions, b.positions) and torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
 def test_cached_keys_have_the_kv_heads_of_the_model(essay):
     result, _ = essay
     assert result.cache[0].keys.shape == (1, 3, 640, 64)

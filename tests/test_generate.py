@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import make_profile, make_tiny_model
 from minikv.haystack import DATA
@@ -53,6 +54,11 @@ def refused(*arguments, stdin=None) -> str:
 ])  # fmt: skip
 def test_bad_input_is_one_line(default_folder, arguments, words):
     assert words in refused(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here, so it is not refused")
+def test_cuda_without_a_gpu_is_one_line():
+    assert "cuda" in refused("--device", "cuda").lower()
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_lengths(default_folder):
