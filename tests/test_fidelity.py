@@ -1,6 +1,10 @@
 """Fidelity: how a compressed cache's next tokens differ from the full cache's."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,10 @@ from conftest import make_profile, make_prompt, make_tiny_model
 from minikv.evals.fidelity import attention_errors, compare, measure, next_logits
 from minikv.evals.fidelity_prompts import ask
 from minikv.evals.sweep import Pair
-from minikv.policy import CompressKV, Full, SnapKV, StreamingLLM
+from minikv.policy import METHODS, CompressKV, Full, SnapKV, StreamingLLM
+from tiny_checkpoint import write_checkpoint
+
+ROOT = Path(__file__).parent.parent
 
 
 class NoStops:
@@ -25,7 +32,7 @@ def test_the_measures_by_hand():
     assert found.kl == pytest.approx((0 + 0.5 * math.log(2) + 0.25 * math.log(1 / 2)) / 2)
     assert found.agreement == 0.5
     assert found.nll == pytest.approx((math.log(2) + math.log(4)) / 2)
-    assert found.attention_error == pytest.approx(0.2)
+    assert found.attention_error == pytest.approx(0.2) and found.layer_errors == [0.1, 0.3]
 
 
 def test_keeping_everything_is_perfectly_faithful_and_less_is_not():
@@ -65,3 +72,28 @@ def test_prompts_alternate_in_kind_and_have_exactly_the_asked_length(default_mod
     for number, (_, ids) in enumerate(prompts):
         assert len(ids) == [1024, 2048, 1024][number // 3]
     assert len({tuple(ids) for _, ids in prompts}) == 9
+
+
+
+def test_the_program_goes_on_from_its_results_and_gives_the_same_table_json_and_picture(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    results, record, picture = tmp_path / "results.jsonl", tmp_path / "record.json", tmp_path / "picture.png"
+    command = [sys.executable, "-m", "minikv.evals.fidelity", "--model", folder, "--profile", folder / "profile.json"]
+    command += ["--lengths", "300", "--prompts", "6", "--budgets", "32", "25%", "--heads", "2", "--max-new-tokens", "6"]
+    command += ["--results", results, "--json", record, "--plot", picture]
+
+    def run() -> tuple[str, dict]:
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, json.loads(record.read_text())
+
+    table, first = run()
+    assert first["prompts"] == 6 and picture.read_bytes().startswith(b"\x89PNG")
+    assert {row["method"] for row in first["rows"]} == {*METHODS} - {"full"}
+    by_pair = {(row["method"], row["budget"]): row for row in first["rows"]}
+    assert by_pair["compresskv", "25%"]["kept"]["mean"] == pytest.approx(75 / 300)
+    assert len(by_pair["snapkv", "32"]["layer_errors"]) == 3
+    interrupted = results.read_text()[:-40]  # in the middle of the last result
+    results.write_text(interrupted)
+    assert run() == (table, first)
+    assert results.read_text().startswith(interrupted[: interrupted.rindex("\n") + 1])

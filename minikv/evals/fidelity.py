@@ -35,8 +35,9 @@ class Fidelity:
     kl: float  # nats, of the full cache's distribution from the compressed one's
     agreement: float  # share of tokens whose most likely successor is the full cache's
     nll: float  # nats a token of the full cache's answer
-    attention_error: float  # of the attention output, relative, mean over layers, from the full cache's hidden states
     kept: float  # share of the prompt's entries kept
+    attention_error: float  # of the attention output, relative, from the full cache's hidden states, mean over layers
+    layer_errors: list[float]  # the same layer by layer
 
 
 @torch.no_grad()
@@ -74,8 +75,9 @@ def compare(exact: Tensor, logits: Tensor, answer: Tensor, error: list[float], k
         kl=F.kl_div(logits, exact, log_target=True, reduction="none").sum(-1).mean().item(),
         agreement=(exact.argmax(-1) == logits.argmax(-1)).float().mean().item(),
         nll=-logits.gather(-1, answer[1:, None]).mean().item(),
-        attention_error=sum(error) / len(error),
         kept=kept,
+        attention_error=sum(error) / len(error),
+        layer_errors=error,
     )
 
 
@@ -110,13 +112,15 @@ def parse_arguments():
 
 
 def summary(results: list[dict], pairs: list[Pair], seed: int) -> list[dict]:
-    """For each method and budget the mean of each measure over the prompts, with its interval."""
+    """For each method and budget the mean of each measure over the prompts, with its interval, and of layer errors."""
     rows = []
     for pair in pairs:
         row = {"method": pair.method, "budget": pair.budget}
         for name, *_ in MEASURES:
             values = {str(number): [result[pair.name][name]] for number, result in enumerate(results)}
             row[name] = dict(zip(("mean", "low", "high"), bootstrap(values, seed=seed)))
+        by_layer = zip(*(result[pair.name]["layer_errors"] for result in results))
+        row["layer_errors"] = [sum(errors) / len(results) for errors in by_layer]
         rows.append(row)
     return rows
 

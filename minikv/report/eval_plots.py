@@ -106,17 +106,22 @@ def _niah_budgets(record: dict) -> Figure:
         shares, recalls = [100 * row["kept"] * apart for row in rows], [row["recall"] for row in rows]
         ends = [[abs(row["recall_interval"][end] - row["recall"]) for row in rows] for end in (0, 1)]
         axes.errorbar(shares, recalls, ends, label=TITLE[method], capsize=2, elinewidth=0.7, markersize=5, **look)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(_mean_shares(record["scores"])))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.3g}"))
-    axes.set_xlabel("entries of the prompt that are kept (%, log scale)")
+    _share_axis(axes, _mean_shares(record["scores"]))
     axes.set_ylabel("recall of the answer's words (ROUGE-1)")
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     axes.set_title(f"mean of {record['scores'][0]['n']} prompts; bars, drawn apart: 95 % interval over needles", fontsize=9)
     return figure
+
+
+def _share_axis(axes: Axes, marks: list[float]) -> None:
+    """What is kept of the prompt, in percent, as the axis from left to right."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.3g}"))
+    axes.set_xlabel("entries of the prompt that are kept (%, log scale)")
 
 
 def _mean_shares(scores: list[dict]) -> list[float]:
@@ -164,22 +169,30 @@ def _bars(axes: Axes, rows: list[dict]) -> None:
 
 
 def draw_fidelity(record: dict, path: str | Path) -> Path:
-    """KL divergence and top-1 agreement against what was kept, a line for each method."""
-    figure, panels = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
-    labels = {"kl": "KL divergence from the full cache (nats a token)", "agreement": "top-1 agreement with the full cache"}
-    for axes, (measure, label) in zip(panels, labels.items()):
-        for method in dict.fromkeys(row["method"] for row in record["rows"]):
-            rows = [row for row in record["rows"] if row["method"] == method]
-            shares, means = [100 * row["kept"]["mean"] for row in rows], [row[measure]["mean"] for row in rows]
-            ends = [[abs(row[measure][end] - row[measure]["mean"]) for row in rows] for end in ("low", "high")]
-            axes.errorbar(shares, means, ends, label=TITLE[method], capsize=2, elinewidth=0.7, markersize=5, **LOOK[method])
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([1, 3, 6, 12, 25, 50, 100]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.3g}"))
-        axes.set_xlabel("entries of the prompt that are kept (%, log scale)")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-    panels[1].legend(fontsize=8)
+    """KL divergence and top-1 agreement against what was kept, and each layer's error at the middle budget."""
+    figure, (kl, agreement, layers) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    _fidelity_curves(kl, record["rows"], "kl", "KL divergence from the full cache (nats a token)")
+    _fidelity_curves(agreement, record["rows"], "agreement", "top-1 agreement with the full cache")
+    budgets = list(dict.fromkeys(row["budget"] for row in record["rows"]))
+    middle = budgets[len(budgets) // 2]
+    for row in record["rows"]:
+        if row["budget"] == middle:
+            layers.plot(row["layer_errors"], label=TITLE[row["method"]], markersize=3, **LOOK[row["method"]])
+    layers.set_xlabel("layer")
+    layers.set_ylabel(f"relative error of the attention output, budget {middle}")
+    layers.grid(alpha=0.3)
+    layers.legend(fontsize=8)
     figure.suptitle(f"mean of {record['prompts']} prompts; bars: 95 % interval over prompts", fontsize=9)
     return save(figure, _settings(record, "lengths", "max_new_tokens", "window", "kernel", "heads"), Path(path))
+
+
+def _fidelity_curves(axes: Axes, rows: list[dict], measure: str, label: str) -> None:
+    """One measure with its intervals, a line for each method."""
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        shares, means = [100 * row["kept"]["mean"] for row in own], [row[measure]["mean"] for row in own]
+        ends = [[abs(row[measure][end] - row[measure]["mean"]) for row in own] for end in ("low", "high")]
+        axes.errorbar(shares, means, ends, label=TITLE[method], capsize=2, elinewidth=0.7, markersize=5, **LOOK[method])
+    _share_axis(axes, [1, 3, 6, 12, 25, 50, 100])
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
