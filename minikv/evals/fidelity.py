@@ -125,12 +125,13 @@ def summary(results: list[dict], pairs: list[Pair], seed: int) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict], budgets: list[str], name: str, form: str) -> str:
+def table(rows: list[dict], budgets: list[str], measure: str, form: str) -> str:
     """One measure as text: a line for each method, a column for each budget, with 95 % intervals."""
     cells: dict[str, list[str]] = {}
     for row in rows:
-        value = row[name]
-        cell = f"{value['mean']:{form}} ({value['low']:{form}} to {value['high']:{form}})"
+        value = row[measure]
+        mean, low, high = (f"{value[name]:{form}}" for name in ("mean", "low", "high"))
+        cell = mean if low == high else f"{mean} ({low} to {high})"
         cells.setdefault(row["method"], []).append(cell)
     return command.text_table([("method", *budgets), *((method, *line) for method, line in cells.items())])
 
