@@ -75,14 +75,16 @@ def make_policy(name: str, arguments, profile: Callable[[], Profile]) -> policy.
 
 def positive(text: str) -> int:
     """An argparse type: a whole number above 0."""
-    if not text.isdecimal() or int(text) == 0:
+    if not text.isdecimal() or not 0 < int(text[:20]) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def not_negative(text: str) -> int:
     """An argparse type: a whole number, 0 or more."""
-    return 0 if text == "0" else positive(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
 
 
 def percent(text: str) -> float:
@@ -96,10 +98,46 @@ def percent(text: str) -> float:
     return value
 
 
+def seed(text: str) -> int:
+    """An argparse type: a seed of random numbers, 0 to 2^63 - 1."""
+    value = not_negative(text)
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is beyond 2^63 - 1")
+    return value
+
+
+def check_outputs(arguments, *names: str) -> None:
+    """Refuse, before any long work, output files that cannot be written or that are one and the same.
+
+    `names` are the arguments that hold a path or None.
+    """
+    seen: dict[Path, str] = {}
+    for name in names:
+        value = getattr(arguments, name)
+        if value is None:
+            continue
+        path, option = Path(value).absolute(), "--" + name.replace("_", "-")
+        if path in seen:
+            raise InputError(f"{option} and {seen[path]} name the same file, {value}")
+        seen[path] = option
+        if path.is_dir() or not path.name:
+            raise InputError(f"{option} {value} is a folder; a file is needed")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        except OSError as error:
+            raise InputError(f"{option} {value}: {error.strerror}") from error
+        if not writable:
+            raise InputError(f"{option} {value} cannot be written")
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a program's main: bad input is one line on stderr and exit code 2, Ctrl-C ends without a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
     try:
         main()
+        sys.stdout.flush()
     except (InputError, KeyboardInterrupt) as error:
         if "--debug" in sys.argv:
             raise
@@ -108,8 +146,9 @@ def run(main: Callable[[], None]) -> None:
             sys.exit(130)
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone; as other programs end then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 def default_profile_path(model_name: str) -> Path:
@@ -152,7 +191,7 @@ def versions() -> dict[str, str]:
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    except OSError:
+    except (OSError, subprocess.SubprocessError):  # no git here, or one that hangs
         commit = ""
     packages = {name: metadata.version(name) for name in ("torch", "tokenizers", "safetensors")}
     return {"minikv": commit or "unknown", "python": platform.python_version(), **packages, "machine": platform.machine()}
