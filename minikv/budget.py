@@ -47,7 +47,7 @@ Budget = int | Share | Bytes
 
 def parse(text: str) -> Budget:
     """A budget as typed: `256` (entries a layer), `3%` (of the prompt's entries, kept) or `2MB`, `2MiB`, `900kB`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%|[kM]i?B)?\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*(%|[kM]i?B)?\s*", text)
     accepted = "accepted: entries a layer such as 256, a share kept such as 3%, or bytes such as 2MB"
     if not match:
         raise InputError(f"budget {text!r} is not understood; {accepted}")

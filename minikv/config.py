@@ -56,37 +56,40 @@ class Config:
         """
         _refuse_what_we_do_not_compute(fields, source)
 
-        def number(name: str, default=None):
+        def size(name: str, default: int | None = None) -> int:
             value = fields.get(name)
             value = default if value is None else value
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise InputError(f"{source}: {name} is {value!r}; a positive number is needed")
+            if type(value) is not int or not 0 < value < 2**31:
+                raise InputError(f"{source}: {name} is {value!r}; a whole number above 0 is needed")
             return value
 
-        heads = number("num_attention_heads")
-        kv_heads = number("num_key_value_heads", heads)
-        hidden_size = number("hidden_size")
+        heads = size("num_attention_heads")
+        kv_heads = size("num_key_value_heads", heads)
+        hidden_size = size("hidden_size")
         if heads % kv_heads:
             raise InputError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if fields.get("head_dim") is None and hidden_size % heads:
             raise InputError(f"{source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}")
-        head_dim = number("head_dim", hidden_size // heads)
+        head_dim = size("head_dim", hidden_size // heads)
         if head_dim % 2:
             raise InputError(f"{source}: head_dim {head_dim} is odd; RoPE rotates pairs, so it must be even")
+        tied = fields.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise InputError(f"{source}: tie_word_embeddings is {tied!r}; accepted: true or false")
         rope_theta, rope_scaling = _rope(fields, source)
         return Config(
-            vocab_size=number("vocab_size"),
+            vocab_size=size("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=number("intermediate_size"),
-            layers=number("num_hidden_layers"),
+            intermediate_size=size("intermediate_size"),
+            layers=size("num_hidden_layers"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            max_positions=number("max_position_embeddings", 2048),
-            norm_eps=number("rms_norm_eps", 1e-6),
+            max_positions=size("max_position_embeddings", 2048),
+            norm_eps=_positive("rms_norm_eps", fields.get("rms_norm_eps", 1e-6), source),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tied_head=bool(fields.get("tie_word_embeddings", False)),
+            tied_head=tied,
         )
 
 
@@ -103,13 +106,23 @@ def _refuse_what_we_do_not_compute(fields: dict, source: str) -> None:
             raise InputError(f"{source}: {name} {fields.get(name)!r} is not supported; accepted: {known}")
 
 
+def _positive(name: str, value, source: str) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):  # NaN is not
+        raise InputError(f"{source}: {name} is {value!r}; a number above 0 is needed")
+    return float(value)
+
+
 def _rope(fields: dict, source: str) -> tuple[float, Llama3Scaling | None]:
     """The rotary base and scaling, from the old fields or from `rope_parameters` (transformers 5)."""
     new, old = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
-    thetas = {value for value in (new.get("rope_theta"), fields.get("rope_theta")) if value is not None}
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(value, dict):
+            raise InputError(f"{source}: {name} is {value!r}; an object is needed")
+    thetas = {_positive("rope_theta", value, source) for value in (new.get("rope_theta"), fields.get("rope_theta")) if value is not None}
     if len(thetas) > 1:
         raise InputError(f"{source}: rope_theta is given twice, as {' and as '.join(map(str, sorted(thetas)))}")
-    theta = float(thetas.pop()) if thetas else 10000.0
+    theta = thetas.pop() if thetas else 10000.0
     scaling = new or old
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":

@@ -34,4 +34,5 @@ def write_json(path: str | Path, record: dict) -> None:
         beside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise InputError(f"{path}: {error.strerror}") from error

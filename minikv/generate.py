@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minikv import command
-from minikv.budget import parse
+from minikv.budget import PromptShape, parse
 from minikv.errors import InputError
 from minikv.haystack import DATA, read_text, with_question
 from minikv.inference import check_prompt, decode, pick, prefill_layer_by_layer
@@ -76,7 +76,8 @@ class Answer:
         start = time.perf_counter()
         progress = partial(_layer_progress, method=self.method)
         logits, cache = prefill_layer_by_layer(model, tokens, policy, arguments.max_new_tokens, progress)
-        logits.argmax(-1).item()  # waits for the device
+        if logits.isnan().any():  # this waits for the device, too
+            raise InputError(f"the model's output is NaN in {model.dtype}; its weights are broken, or try another --dtype")
         self.prefill_seconds = time.perf_counter() - start
         self.kept_each_layer, self.kv_bytes = cache.kept, cache.nbytes
         self.entries_kept, self.entries_of = sum(cache.kept), len(cache) * len(prompt.ids)
@@ -135,12 +136,13 @@ def parse_arguments():
     parser.add_argument("--max-new-tokens", type=command.not_negative, default=128, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token; above: sampling")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability together")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--seed", type=command.seed, default=0, help="seed of the sampling")
     parser.add_argument("--no-chat", action="store_true", help="give the text to the model as it is, without its chat template")
     parser.add_argument("--parse-special", action="store_true", help="let the text hold control tokens such as <|im_end|>")
     parser.add_argument("--json", metavar="FILE", help="write settings, answers and figures to this file")
     arguments = parser.parse_args()
-    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
+    command.check_outputs(arguments, "json")
+    if not 0 <= arguments.temperature < float("inf") or not 0 < arguments.top_p <= 1:
         raise InputError("accepted: --temperature 0 or more, --top-p above 0 and at most 1")
     return arguments
 
@@ -151,12 +153,21 @@ def read_prompt(arguments) -> tuple[str, str | None]:
         question = arguments.question or json.loads(read_text(DATA / "demonstration.json"))["question"]
         return read_text(DATA / "demonstration.txt"), question
     if arguments.file == "-":
-        text = sys.stdin.read()
+        text = read_standard_input()
     else:
         text = arguments.prompt if arguments.file is None else read_text(arguments.file)
     if not text.strip():
         raise InputError("the prompt is empty; give text with --prompt or --file")
     return text, arguments.question
+
+
+def read_standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("standard input is closed; give text with --prompt or --file")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def main() -> None:
@@ -173,6 +184,10 @@ def main() -> None:
     make_prompt = tokenizer.raw_prompt if arguments.no_chat else tokenizer.chat_prompt
     prompt = make_prompt(content, parse_special=arguments.parse_special)
     check_prompt(model, torch.tensor([prompt.ids]), arguments.max_new_tokens)
+    shape = PromptShape(model.config.layers, len(prompt.ids), model.new_layer_cache(1, 0).entry_bytes)
+    policy.mean_entries(shape)  # a budget that is too small is told before the work
+    if max(prompt.ids) >= model.config.vocab_size:
+        raise InputError(f"the tokenizer gives id {max(prompt.ids)}, the model knows {model.config.vocab_size}: they do not fit")
     if demonstration:
         print(f"A document of {len(tokenizer.encode(text)):,} tokens, and a question about it: {question}")
 
@@ -185,7 +200,7 @@ def main() -> None:
             print(piece, end="", flush=True)
         print()
     print("\n" + table(answers))
-    if policy.window:
+    if policy.window and answers[-1].entries_kept < answers[-1].entries_of:
         seen = prompt.tail(policy.window)
         print(f"\nThe window of {policy.window} tokens that chose: {seen!r}. The first answer token is the full cache's own.")
     if arguments.json:

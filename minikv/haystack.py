@@ -80,16 +80,19 @@ def load_needles(path: str | Path) -> list[Needle]:
 
     InputError names the file and line of what cannot be used.
     """
-    needles = []
+    needles: dict[Needle, str] = {}  # and where each was read
     for where, fields in read_jsonl(path):
         fields.setdefault("answer", fields.get("real_needle"))
         needle = Needle(*_texts(where, fields, "needle", "question", "answer"))
         if not _find(needle.answer, needle.needle):
             raise InputError(f"{where}: the answer {needle.answer!r} does not occur in the needle")
-        needles.append(needle)
+        _check_answer(where, needle.answer)
+        if needle in needles:
+            raise InputError(f"{where} repeats {needles[needle]}; each needle is asked for once")
+        needles[needle] = where
     if not needles:
         raise InputError(f"{path} holds no needles")
-    return needles
+    return list(needles)
 
 
 def load_families(path: str | Path) -> list[Family]:
@@ -107,18 +110,27 @@ def load_families(path: str | Path) -> list[Family]:
         for form, names in zip(forms, (("{key}", "{value}"), ("{key}",), ("{keys}",))):
             if sorted(re.findall("{.*?}", form)) != sorted(names):
                 raise InputError(f"{where}: {form!r} must hold {' and '.join(names)} once, and no other braces")
-        families.append(Family(*forms, tuple((str(key), str(value)) for key, value in pairs)))
+        entries = tuple((str(key).strip(), str(value).strip()) for key, value in pairs)
+        for _, value in entries:
+            _check_answer(where, value)
+        families.append(Family(*forms, entries))
     if not families:
         raise InputError(f"{path} holds no families of needles")
     return families
 
 
 def _texts(where: str, fields: dict, *names: str) -> list[str]:
-    """The values of those fields, all of them texts that are not empty."""
+    """The values of those fields, all of them texts that are not empty, without blanks around them."""
     values = [fields.get(name) for name in names]
     if not all(isinstance(value, str) and value.strip() for value in values):
         raise InputError(f"{where} lacks a text for {', '.join(names[:-1])} or {names[-1]}")
-    return values
+    return [value.strip() for value in values]
+
+
+def _check_answer(where: str, answer: str) -> None:
+    """Refuse an answer in which ROUGE sees no word: whatever a model said, its recall would be 0."""
+    if recall(answer, answer) != 1:
+        raise InputError(f"{where}: the answer {answer!r} cannot be scored; accepted: one with a letter a-z or a digit")
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict]]:
@@ -133,6 +145,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict]]:
             raise InputError(f"{where} is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise InputError(f"{where} is not a JSON object")
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where} holds a lone surrogate, half of a character: {error.object[error.start]!r}") from error
         yield where, fields
 
 
@@ -171,6 +187,9 @@ def hide_all(tokenizer: Tokenizer, haystack: str, task: Task, length: int, depth
     What goes beyond the end of the haystack goes on from its beginning.
     """
     needles = [*task.asked, *task.others]
+    for needle in needles:
+        if needle.needle in haystack:
+            raise InputError(f"the haystack already holds the needle {needle.needle!r}")
     depths = [depth, *((depth + place / len(needles)) % 1 for place in range(1, len(needles)))]
 
     def build(text: str) -> Prompt:
@@ -179,8 +198,11 @@ def hide_all(tokenizer: Tokenizer, haystack: str, task: Task, length: int, depth
 
     prompt = fit(tokenizer, haystack, build, length)
     for needle in needles:
-        if prompt.text.count(needle.needle) != 1:
-            raise InputError(f"the haystack already holds the needle {needle.needle!r}")
+        count = prompt.text.count(needle.needle)
+        if count == 0:
+            raise InputError(f"the model's chat template changes the needle {needle.needle!r}, so it cannot be found")
+        if count > 1:
+            raise InputError(f"the needle {needle.needle!r} is in the prompt {count} times, in the question or another needle, too")
     spans = [_answer_span(prompt.text, needle) for needle in task.asked]
     positions = [i for i, (a, b) in enumerate(prompt.offsets) if any(a < end and b > start for start, end in spans)]
     return NeedlePrompt(prompt, positions)

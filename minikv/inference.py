@@ -152,7 +152,9 @@ def pick(logits: Tensor, temperature: float = 0.0, top_p: float = 1.0, generator
     """
     if temperature == 0:
         return logits.argmax(-1)
-    probabilities, ids = (logits.float() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    logits = logits.float()
+    logits = logits - logits.amax(-1, keepdim=True)  # so that a tiny temperature leaves the best at 0, not at infinity
+    probabilities, ids = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities  # the first token is always among the candidates
     probabilities = probabilities.masked_fill(before >= top_p, 0)
     return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]

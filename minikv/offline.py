@@ -84,7 +84,7 @@ def layer_errors(
     even = Profile(head_ranks, [1 / layers] * layers)  # equal scores: the same `kept` in each layer
     result = prefill(model, torch.tensor([ids], device=model.device), window=8)
     full = compress(result, Full(), reserve=max_answer_tokens)
-    cut = compress(result, CompressKV(kept, even), reserve=max_answer_tokens)
+    cut = compress(result, CompressKV(kept, even, heads=min(4, model.config.heads)), reserve=max_answer_tokens)
     token = result.logits.argmax(-1, keepdim=True)
     errors = torch.zeros(layers, dtype=torch.float64)
     for _ in range(max_answer_tokens - 1):

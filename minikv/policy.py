@@ -56,8 +56,8 @@ class Policy(ABC):
 class Full(Policy):
     """Keep everything."""
 
-    def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        return uniform(prompt.length, prompt.layers)
+    def mean_entries(self, prompt: PromptShape | Prefill) -> int:
+        return prompt.length
 
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         return scores.all_positions(keys)
@@ -114,10 +114,13 @@ class WindowPolicy(Policy):
     def error_aware_budgets(self, prompt: PromptShape | Prefill, layer_scores: list[float]) -> list[int]:
         """CompressKV's budgets, section 3.3 of the paper: at least 32 entries a layer, at most three times the mean.
 
-        A mean below 64 needs a lower floor, and no layer can keep more than the prompt: so the total is spent exactly.
+        A mean below 64 needs a lower floor, a window above 31 a higher one, and no layer can keep more than the prompt:
+        so the total is spent exactly.
         """
+        if len(layer_scores) != prompt.layers:
+            raise InputError(f"the profile is for {len(layer_scores)} layers, the model has {prompt.layers}")
         mean = self.mean_entries(prompt)
-        floor = min(32, max(self.window + 1, mean // 2))
+        floor = max(self.window + 1, min(32, mean // 2))
         return error_aware(layer_scores, mean * prompt.layers, floor, min(3 * mean, prompt.length))
 
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
@@ -177,7 +180,7 @@ class Cake(WindowPolicy):
     gamma: weight of an entry's variance over the window beside its mean. tau1, tau2: temperatures of the entropy and
     of the variance in a layer's preference. The paper fits the temperatures for each model; 1 and 1 are neutral.
     Budgets cascade as in the paper's one pass over the layers, where what was evicted cannot come back, so the sum
-    may stay below the total.
+    may stay below the total. A prompt of at most budget + window tokens is kept whole, as in CAKE's own code.
     """
 
     budget: Budget
@@ -216,7 +219,7 @@ class Cake(WindowPolicy):
         variance = rows.var(dim=2).sum()
         preference = (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)).item()
         if preference != preference:
-            raise ValueError(f"layer {layer}: the token scores contain NaN, so no position can be preferred")
+            raise InputError(f"layer {layer}: the token scores contain NaN, so no position can be preferred")
         return preference
 
     def _rows(self, queries: Tensor, keys: Tensor) -> Tensor:  # [batch, heads, window, seq - window]
@@ -253,8 +256,6 @@ class CompressKV(WindowPolicy):
             raise InputError(f"heads is {self.heads}; accepted: 1 to the model's {self.profile.heads} query heads a layer")
 
     def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
-        if prompt.layers != self.profile.layers:
-            raise InputError(f"the profile is for {self.profile.layers} layers, the model has {prompt.layers}")
         if not self.layer_budgets:
             return super().budgets(prompt)
         return self.error_aware_budgets(prompt, self.profile.layer_scores)

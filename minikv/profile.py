@@ -152,7 +152,12 @@ def parse_arguments():
     plots = "draw the head scores, layer errors and budgets into this folder"
     parser.add_argument("--plots", metavar="FOLDER", help=plots)
     parser.add_argument("--json", metavar="FILE", help="write a record of the run to this file as well")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.output = Path(arguments.output or command.default_profile_path(arguments.model))
+    command.check_outputs(arguments, "output", "json")
+    if arguments.plots and Path(arguments.plots).is_file():
+        raise InputError(f"--plots {arguments.plots} is a file; a folder is needed")
+    return arguments
 
 
 def open_journal(output: Path, arguments, model, cases: list[NeedleCase]) -> Journal:
@@ -172,26 +177,28 @@ def open_journal(output: Path, arguments, model, cases: list[NeedleCase]) -> Jou
 
 def main() -> None:
     arguments, start = parse_arguments(), time.perf_counter()
-    output = Path(arguments.output) if arguments.output else command.default_profile_path(arguments.model)
+    output = arguments.output
     model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
     cases = needle_cases(arguments, model, tokenizer)
     sets = error_sets(arguments, tokenizer, cases)
-    journal = open_journal(output, arguments, model, cases)
-    found = identify(model, tokenizer, cases, arguments.max_answer_tokens, journal)
-    ranks = rank_heads(found.semantic.mean(0))
-    errors = measure_layers(model, tokenizer, sets, ranks, arguments.max_answer_tokens, journal)
-    profile = make_profile(arguments, model, cases, found, errors)
-    profile.save(output)
-    journal.remove()
-    seconds = time.perf_counter() - start
-    print(f"{summary(profile)}\n\nwritten to {output} after {seconds:.0f} s")
+    with open_journal(output, arguments, model, cases) as journal:
+        found = identify(model, tokenizer, cases, arguments.max_answer_tokens, journal)
+        ranks = rank_heads(found.semantic.mean(0))
+        errors = measure_layers(model, tokenizer, sets, ranks, arguments.max_answer_tokens, journal)
+        profile = make_profile(arguments, model, cases, found, errors)
+        profile.save(output)
+        journal.remove()
+    seconds, drawn = time.perf_counter() - start, []
     if arguments.json:
         record = {"settings": profile.settings, "versions": profile.versions, "stability": profile.stability}
         command.write_json(arguments.json, {**record, "seconds": seconds, "profile": str(output)})
     if arguments.plots:
         from minikv.report.profile_plots import draw
 
-        print("drawn: " + ", ".join(map(str, draw(profile, Path(arguments.plots)))))
+        drawn = draw(profile, Path(arguments.plots))
+    print(f"{summary(profile)}\n\nwritten to {output} after {seconds:.0f} s")
+    if drawn:
+        print("drawn: " + ", ".join(map(str, drawn)))
 
 
 def summary(profile: Profile, count: int = 8) -> str:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from einops import einsum, rearrange, reduce, repeat
 from torch import Tensor
 
+from minikv.errors import InputError
+
 
 def window_attention(queries: Tensor, keys: Tensor) -> Tensor:
     """Attention rows of the last w tokens over all keys, causal inside the window.
@@ -85,10 +87,13 @@ def keep_best_and_window(scores: Tensor, budget: int, window: int, layer: int) -
     """The best budget - window positions before the window, and the window itself, ascending.
 
     scores [batch, kv_heads, prefix] of the positions before the window; returns [batch, kv_heads, budget]. The
-    window is appended, not protected by a high score, so that no tie can evict it. NaN scores are a ValueError.
+    window is appended, not protected by a high score, so that no tie can evict it. InputError where scores are
+    NaN or the budget is below the window.
     """
+    if budget < window:
+        raise InputError(f"layer {layer}: a budget of {budget} entries cannot hold the window of {window}")
     if scores.isnan().any():
-        raise ValueError(f"layer {layer}: the token scores contain NaN, so no position can be preferred")
+        raise InputError(f"layer {layer}: the token scores contain NaN, so no position can be preferred")
     batch, kv_heads, prefix = scores.shape
     recent = torch.arange(prefix, prefix + window, device=scores.device)
     recent = repeat(recent, "w -> batch kv_heads w", batch=batch, kv_heads=kv_heads)

@@ -177,9 +177,11 @@ class Tokenizer:
         found = {self._id_of(self._special_texts.get("eos_token")), self._vocabulary.default_eos}
         for name in ("generation_config.json", "config.json"):
             ids = read_json(self.folder / name).get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [ids])
-        if not all(id is None or isinstance(id, int) for id in found):
-            raise InputError(f"{self.folder}: eos_token_id holds {found}; an id or a list of ids is needed")
+            for id in ids if isinstance(ids, list) else [ids]:
+                if id is not None and (type(id) is not int or not 0 <= id < self._vocabulary.size):
+                    largest = self._vocabulary.size - 1
+                    raise InputError(f"{self.folder / name}: eos_token_id holds {id!r}; ids from 0 to {largest} are needed")
+                found.add(id)
         return frozenset(found - {None})
 
 

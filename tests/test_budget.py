@@ -52,7 +52,7 @@ def test_budget_as_typed(text, expected):
     assert budget.parse(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-5", "2.5", "0%", "101%", "3 percent", "1e3", "nan%"])
+@pytest.mark.parametrize("text", ["", "abc", "-5", "2.5", "0%", "101%", "3 percent", "1e3", "nan%", "9" * 400, "9" * 400 + "MB"])
 def test_a_budget_that_is_not_understood_is_refused(text):
     with pytest.raises(InputError):
         budget.parse(text)

@@ -53,7 +53,7 @@ def test_the_answer_fed_at_once_gives_the_logits_of_decoding_it():
     result = minikv.prefill(model, tokens)
     policy = SnapKV(20)
     answer = torch.cat(list(minikv.decode(model, minikv.compress(result, policy), result.logits, 8)))
-    logits = next_logits(model, result, policy, answer)
+    logits = next_logits(model, minikv.compress(result, policy), answer)
     assert torch.equal(logits.argmax(-1), answer[1:])
 
 

@@ -44,6 +44,11 @@ def refused(*arguments, stdin=None) -> str:
     (["--kernel", "4"], "kernel is 4; accepted: an odd number"),
     (["--heads", "10"], "heads is 10; accepted: 1 to the model's 9"),
     (["--temperature", "-1"], "--temperature 0 or more"),
+    (["--temperature", "nan"], "--temperature 0 or more"),
+    (["--seed", "9" * 30], "is beyond 2^63 - 1"),
+    (["--seed", "-1"], "is not a whole number, 0 or more"),
+    (["--json", "tests"], "--json tests is a folder"),
+    (["--json", "/proc/no/such.json"], "--json /proc/no/such.json: "),
     (["--top-p", "0"], "--top-p above 0"),
     (["--no-such-option"], "unrecognized arguments: --no-such-option"),
     (["--prompt", "a", "--file", "b"], "not allowed with argument"),
@@ -79,6 +84,18 @@ def test_a_profile_that_is_empty_or_holds_nan_is_refused(default_folder, tmp_pat
     make_profile(make_tiny_model()).save(broken)
     broken.write_text(broken.read_text().replace("0.1", "NaN", 1))
     assert "layer_scores holds nan" in refused("--profile", broken, *SHORT)
+
+
+def test_standard_input_that_is_not_text_is_refused(default_folder):
+    command = [sys.executable, "-m", "minikv.generate", "--file", "-"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, input=b"caf\xe9", timeout=300)
+    assert result.returncode == 2 and b"standard input is not UTF-8" in result.stderr and b"Traceback" not in result.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly(default_folder):
+    command = f"{sys.executable} -u -m minikv.generate --prompt hello --max-new-tokens 30 | head -c 1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 141 and result.stderr == ""
 
 
 def test_a_truncated_checkpoint_is_refused(default_folder, tmp_path):

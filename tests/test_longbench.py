@@ -174,8 +174,13 @@ def test_the_sets_of_a_folder_are_found_in_the_benchmarks_order(tmp_path):
         find_sets(tmp_path, ["qasper", "lcc"])
     with pytest.raises(InputError, match="'lsht' is unknown"):
         find_sets(tmp_path, ["lsht"])
+    empty = tmp_path / "empty"
+    empty.mkdir()
     with pytest.raises(InputError, match="has none of the sets"):
-        find_sets(tmp_path / "nowhere", None)
+        find_sets(empty, None)
+    for nowhere in (tmp_path / "nowhere", tmp_path / "trec.jsonl"):
+        with pytest.raises(InputError, match="there is no folder"):
+            find_sets(nowhere, None)
 
 
 # --- prompts ---

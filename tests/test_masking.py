@@ -14,7 +14,6 @@ from copying import COPIER, NEIGHBOUR, copying_model, prompt_with_answer, write_
 from minikv import command, profile
 from minikv.errors import InputError
 from minikv.evals import masking
-from minikv.evals.journal import Journal
 from minikv.evals.masking import PHASES
 from minikv.evals.needle_cases import NeedleCase
 from minikv.evals.silencing import (
@@ -191,11 +190,11 @@ def test_a_profile_without_scores_cannot_be_used():
 def experiment_with(results: dict[str, list[float]], cases: list[NeedleCase]) -> masking.Experiment:
     """An experiment whose journal holds, for each ranking, these recalls with 1 and with 2 heads silenced."""
     arguments = Namespace(random_seeds=[0, 1], leave_out=1, heads=[1, 2], zero=["query"], during=["run"], seed=0)
-    experiment = masking.Experiment(None, None, SCORES, arguments, Journal(None, {}))
+    experiment = masking.Experiment(None, None, SCORES, arguments)
     for case in cases:
         for each in experiment.maskings:
             recalls = results[each.ranking]
-            experiment.journal.add(each.key(case), {"recall": recalls, "contained": [0.0] * len(recalls)})
+            experiment.results[each.key(case)] = {"recall": recalls, "contained": [0.0] * len(recalls)}
     return experiment
 
 

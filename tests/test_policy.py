@@ -287,6 +287,21 @@ def test_impossible_hyperparameters_are_refused(build):
         build(make_profile(make_tiny_model()))
 
 
+@pytest.mark.parametrize("window, budget", [(64, 70), (48, 72), (40, 60), (31, 40)])
+def test_a_wide_window_is_within_the_budget_of_every_layer(window, budget):
+    model = make_tiny_model()
+    result = minikv.prefill(model, make_prompt(300), window=window)
+    lopsided = minikv.Profile(make_profile(model).head_ranks, [0.0, 0.0, 0.1, 0.9])
+    for policy in (CompressKV(budget, lopsided, window), SnapKV(budget, window, layer_scores=lopsided.layer_scores)):
+        cache = minikv.compress(result, policy)
+        assert cache.kept == policy.budgets(result) and sum(cache.kept) == 4 * budget and min(cache.kept) == window + 1
+
+
+def test_a_budget_below_the_window_is_refused_where_positions_are_chosen():
+    with pytest.raises(InputError, match="layer 3: a budget of 7 entries cannot hold the window of 8"):
+        minikv.scores.keep_best_and_window(torch.ones(1, 1, 20), budget=7, window=8, layer=3)
+
+
 def test_a_profile_of_another_shape_is_refused():
     result = minikv.prefill(make_tiny_model(), make_prompt(50))
     with pytest.raises(InputError, match="for 3 layers, the model has 4"):

@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv import command
+from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.evals import sweep
 from minikv.evals.fidelity_prompts import ask
-from minikv.evals.journal import Journal
+from minikv.evals.ranks import Ranks, ranks
 from minikv.evals.statistics import bootstrap
 from minikv.evals.sweep import Pair
 from minikv.inference import Prefill, check_prompt, compress, decode
 from minikv.model import Llama, attend
 from minikv.offline import relative_error
 from minikv.policy import METHODS, Full, Policy
+from minikv.report import eval_plots
 from minikv.tokenizer import Tokenizer
 from minikv.weights import load
 
@@ -41,9 +43,9 @@ class Fidelity:
 
 
 @torch.no_grad()
-def next_logits(model: Llama, prefilled: Prefill, policy: Policy, answer: Tensor) -> Tensor:
-    """Logits [tokens - 1, vocab] of the answer's second token on, with the answer [tokens] fed to the policy's cache."""
-    return model(answer[None, :-1], compress(prefilled, policy, reserve=len(answer)))[0]
+def next_logits(model: Llama, cache: KVCache, answer: Tensor) -> Tensor:
+    """Logits [tokens - 1, vocab] of the answer's second token on, with the answer [tokens] fed to a prompt's cache."""
+    return model(answer[None, :-1], cache)[0]
 
 
 @torch.no_grad()
@@ -90,11 +92,12 @@ def measure(model: Llama, tokenizer: Tokenizer, ids: list[int], pairs: list[Pair
     if len(answer) < 2:
         return {}
     answer = torch.cat(answer)
-    exact = next_logits(model, prefilled, Full(), answer)
+    exact = next_logits(model, compress(prefilled, Full(), reserve=len(answer)), answer)
     results = {}
     for pair, error in zip(pairs, attention_errors(model, prefilled, policies, answer)):
-        kept = sum(pair.policy.budgets(prefilled)) / (prefilled.layers * prefilled.length)
-        found = compare(exact, next_logits(model, prefilled, pair.policy, answer), answer, error, kept)
+        cache = compress(prefilled, pair.policy, reserve=len(answer))
+        kept = sum(cache.kept) / (len(cache) * prefilled.length)
+        found = compare(exact, next_logits(model, cache, answer), answer, error, kept)
         results[pair.name] = asdict(found)
     return results
 
@@ -108,6 +111,9 @@ def parse_arguments():
     parser.add_argument("--prompts", type=command.positive, default=24, help="number of prompts")
     arguments = parser.parse_args()
     sweep.check_arguments(arguments)
+    arguments.methods = [name for name in arguments.methods if name != "full"]
+    if not arguments.methods:
+        raise InputError("--methods names only full, which the others are compared with; name one of them")
     return arguments
 
 
@@ -136,32 +142,39 @@ def table(rows: list[dict], budgets: list[str], measure: str, form: str) -> str:
     return command.text_table([("method", *budgets), *((method, *line) for method, line in cells.items())])
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
+def experiment(arguments, group: Ranks) -> None:
+    """Run or go on with the experiment; rank 0 reports."""
+    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype)
     check_prompt(model, torch.empty(1, max(arguments.lengths)), arguments.max_new_tokens)
-    pairs = [pair for pair in sweep.make_pairs(model, arguments) if pair.method != "full"]  # it is what is compared with
+    pairs = sweep.make_pairs(model, arguments)
     settings = sweep.settings_of(model, pairs, arguments)
-    journal = Journal(arguments.results, settings)
-    with command.show_progress(arguments.prompts, "fidelity, prompts") as bar:
-        for key, ids in ask(tokenizer, arguments.lengths, arguments.prompts):
-            if key not in journal.done:
-                journal.add(key, measure(model, tokenizer, ids, pairs, arguments.max_new_tokens))
-            bar.update()
-    results = [result for result in journal.done.values() if result]
+    prompts = dict(ask(tokenizer, arguments.lengths, arguments.prompts))
+
+    def one(key: str) -> dict:
+        return measure(model, tokenizer, prompts[key], pairs, arguments.max_new_tokens)
+
+    found = sweep.run(list(prompts), one, settings, arguments.results, group)
+    if group.reports:
+        report([result for result in found.values() if result], pairs, settings, arguments)
+
+
+def report(results: list[dict], pairs: list[Pair], settings: dict, arguments) -> None:
+    """JSON and picture, then a table of each measure."""
     if not results:
         raise InputError("no answer had two tokens or more, so there is nothing to compare; give more --max-new-tokens")
     rows = summary(results, pairs, arguments.seed)
+    record = {"settings": settings, "versions": command.versions(), "prompts": len(results), "rows": rows}
+    drawn = sweep.write(record, arguments, eval_plots.draw_fidelity)
     print(f"{len(results)} prompts. The first answer token comes from the prefill, the same for all methods: it is left out.")
     for name, what, form in MEASURES:
         print(f"\n{what}\n{table(rows, arguments.budgets, name, form)}")
-    record = {"settings": settings, "versions": command.versions(), "prompts": len(results), "rows": rows}
-    if arguments.json:
-        command.write_json(arguments.json, record)
-    if arguments.plot:
-        from minikv.report.eval_plots import draw_fidelity
+    sweep.print_drawn(drawn)
 
-        print(f"drawn: {draw_fidelity(record, arguments.plot)}")
+
+def main() -> None:
+    arguments = parse_arguments()
+    with ranks() as group:
+        experiment(arguments, group)
 
 
 MEASURES = [

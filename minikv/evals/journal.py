@@ -5,10 +5,17 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
+from contextlib import suppress
 from pathlib import Path
 
 from minikv.errors import InputError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing keeps two processes apart
+    fcntl = None
+
+BEGINNING = b'{"settings"'
 
 
 def digest(value) -> str:
@@ -20,10 +27,11 @@ class Journal:
     """The JSONL file of a run: a first line with the run's settings, then one line for each finished example.
 
     Opening it again with the same settings finds what is done; other settings are refused, so that results of two
-    experiments never mix. A line that was interrupted in the middle is dropped and its example done again.
+    experiments never mix, and so is a second process. A line that was interrupted in the middle is dropped and its
+    example done again. A file without results counts as empty: its settings bind nobody.
 
-    Of several processes each writes a file of its own, FILE.rank1 beside FILE and so on, and finds what is done in
-    all of them, so the run may go on with another number of processes. Without a path nothing is written.
+    Of several processes of one run each writes a file of its own, FILE.rank1 beside FILE and so on, and finds what is
+    done in all of them, so the run may go on with another number of processes. Without a path nothing is written.
     """
 
     def __init__(self, path: str | Path | None, settings: dict, rank: int = 0):
@@ -36,45 +44,86 @@ class Journal:
         head = {"settings": json.loads(json.dumps(settings)), "hash": digest(settings)}
         try:
             first.parent.mkdir(parents=True, exist_ok=True)
-            for file in {first, own, *first.parent.glob(f"{glob.escape(first.name)}.rank*")}:
-                self._read(file, head, drop_interrupted=file == own)
             self._file = open(own, "a", encoding="utf-8")
+            _lock(self._file)
+            for file in {first, *first.parent.glob(f"{glob.escape(first.name)}.rank*")} - {own}:
+                self.done |= _read(file, head)[0]
+            mine, size = _read(own, head)
+            if size < self._file.tell():
+                self._file.truncate(size)
+        except InputError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise InputError(f"{own}: {error.strerror}") from error
-        if self._file.tell() == 0:
-            self._write(head)
+        self.done |= mine
+        self._head = None if mine else head  # still to be written, with the first result
 
     def add(self, key: str, result: dict) -> None:
         """Write one finished example down, at once."""
         self.done[key] = result
         if self._file:
-            self._write({"key": key, "result": result})
+            self._write(*filter(None, [self._head]), {"key": key, "result": result})
+            self._head = None
 
     def remove(self) -> None:
         """Delete the file, once the run's result is written elsewhere."""
-        self._file.close()
-        os.unlink(self._file.name)
+        self.close()
+        Path(self._file.name).unlink(missing_ok=True)
 
-    def _write(self, record: dict) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+    def close(self) -> None:
+        """Let go of the file, so that another run may go on with it."""
+        if self._file:
+            with suppress(OSError):  # what could not be written was told when it was added
+                self._file.close()
 
-    def _read(self, path: Path, head: dict, drop_interrupted: bool) -> None:
-        data = path.read_bytes() if path.exists() else b""
-        whole = data[: data.rfind(b"\n") + 1]  # without a last line that was interrupted, or is being written
-        for number, line in enumerate(whole.decode("utf-8", errors="replace").split("\n")[:-1], 1):
-            try:
-                record = json.loads(line)
-                if number == 1:
-                    _check_settings(path, record["settings"], head)
-                else:
-                    self.done[record["key"]] = record["result"]
-            except InputError:
-                raise
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise InputError(f"{path}, line {number} is not a result of this program: {error!r}") from error
-        if drop_interrupted and len(whole) < len(data):
-            os.truncate(path, len(whole))
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _write(self, *records: dict) -> None:
+        try:
+            self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+            self._file.flush()
+        except OSError as error:
+            self.close()
+            raise InputError(f"{self._file.name} cannot be written: {error.strerror}") from error
+
+
+def _lock(file) -> None:
+    """InputError where another process has the file; the lock ends with the process, however that ends."""
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(f"another process is writing {file.name}; let it end, or name another file") from error
+    except OSError:  # a file system without locks
+        pass
+
+
+def _read(path: Path, head: dict) -> tuple[dict[str, dict], int]:
+    """The results in a journal's file and its bytes up to the end of the last whole line; none and 0 without results."""
+    data = path.read_bytes() if path.is_file() else b""
+    whole = data[: data.rfind(b"\n") + 1]  # without a last line that was interrupted, or is being written
+    if not whole and not data.startswith(BEGINNING[: len(data)]):
+        raise InputError(f"{path} is not a file of results, so it is left alone; name another")
+    results, settings = {}, {}
+    for number, line in enumerate(whole.decode("utf-8", errors="replace").split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            if number == 1:
+                settings = dict(record["settings"])
+            else:
+                results[record["key"]] = record["result"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{path}, line {number} is not a result of this program: {error!r}") from error
+    if not results:
+        return {}, 0
+    _check_settings(path, settings, head)
+    return results, len(whole)
 
 
 def _check_settings(path: Path, found: dict, head: dict) -> None:

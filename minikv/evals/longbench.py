@@ -14,7 +14,16 @@ from minikv import command
 from minikv.errors import InputError
 from minikv.evals import sweep
 from minikv.evals.journal import digest
-from minikv.evals.longbench_prompts import GROUPS, Protocol, Record, find_sets, make_prompt, read_protocols, read_records
+from minikv.evals.longbench_prompts import (
+    GROUPS,
+    Protocol,
+    Record,
+    check_room,
+    find_sets,
+    make_prompt,
+    read_protocols,
+    read_records,
+)
 from minikv.evals.metrics import score
 from minikv.evals.ranks import Ranks, ranks
 from minikv.evals.sweep import Pair
@@ -89,13 +98,15 @@ def parse_arguments():
     sweep.add_arguments(parser, max_new_tokens=None)
     arguments = parser.parse_args()
     sweep.check_arguments(arguments)
+    if arguments.sets is not None:
+        arguments.sets = sweep.listed("sets", arguments.sets)
     return arguments
 
 
 def read_examples(arguments) -> tuple[list[Record], dict[str, Protocol]]:
     """The records to run and how each set is asked."""
     folder = Path(arguments.data)
-    sets = find_sets(folder, arguments.sets and [name for text in arguments.sets for name in text.split(",") if name])
+    sets = find_sets(folder, arguments.sets)
     protocols = read_protocols(Path(arguments.config) if arguments.config else None, sets)
     if arguments.max_new_tokens:
         protocols = {name: Protocol(protocol.prompt, arguments.max_new_tokens) for name, protocol in protocols.items()}
@@ -111,7 +122,9 @@ def experiment(arguments, group: Ranks) -> None:
     if arguments.max_length > model.config.max_positions:
         raise InputError(f"--max-length {arguments.max_length} exceeds the model's context of {model.config.max_positions}")
     pairs = sweep.make_pairs(model, arguments)
-    texts = [[asdict(record) for record in records], {name: asdict(protocol) for name, protocol in protocols.items()}]
+    for record in records:
+        check_room(tokenizer, record, protocols[record.dataset], arguments.max_length)
+    texts = [[record.content for record in records], {name: asdict(protocol) for name, protocol in protocols.items()}]
     settings = sweep.settings_of(model, pairs, arguments) | {"texts": digest(texts)}
     by_key = {record.key: record for record in records}
 
@@ -133,12 +146,9 @@ def experiment(arguments, group: Ranks) -> None:
             "examples": counts,
             "scores": [summarise(pair, records, results) for pair in pairs],
         }
-        print(table(record["scores"], counts, "sets"), end="\n\n")
-        print(table(record["scores"], counts, "groups"), end="\n\n")
-        print("Scores are 0 to 100; the numbers of examples are in brackets.")
-        if not arguments.config:
-            print(NOT_COMPARABLE)
-        sweep.report(record, arguments, eval_plots.draw_longbench)
+        tables = [table(record["scores"], counts, part) for part in ("sets", "groups")]
+        notes = ["Scores are 0 to 100; the numbers of examples are in brackets.", *([] if arguments.config else [NOT_COMPARABLE])]
+        sweep.report(record, arguments, "\n\n".join([*tables, "\n".join(notes)]), eval_plots.draw_longbench)
 
 
 def main() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from minikv.errors import InputError
-from minikv.evals.metrics import METRICS
+from minikv.evals.metrics import METRICS, PARAGRAPH
 from minikv.files import read_json
 from minikv.haystack import read_jsonl
 from minikv.tokenizer import Prompt, Tokenizer
@@ -44,6 +45,12 @@ class Record:
     input: str
     answers: list[str]
     all_classes: list[str] | None
+    where: str = dataclasses.field(default="", compare=False)  # file and line
+
+    @property
+    def content(self) -> dict:
+        """All but where it was read, which makes no other example of it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "where"}
 
     @property
     def key(self) -> str:
@@ -73,7 +80,11 @@ def read_records(folder: Path, dataset: str) -> list[Record]:
             raise InputError(f"{where} lacks answers, a list of texts that are not empty")
         if dataset == "trec" and not _texts(classes):
             raise InputError(f"{where} lacks all_classes, the labels to choose from")
-        records.append(Record(dataset, number, fields["context"], fields["input"], answers, classes))
+        if dataset == "passage_retrieval_en":
+            for answer in answers:
+                if not PARAGRAPH.search(answer):
+                    raise InputError(f"{where}: the right answer {answer!r} is not of the form 'Paragraph 7'")
+        records.append(Record(dataset, number, fields["context"], fields["input"], answers, classes, where))
     if not records:
         raise InputError(f"{folder / dataset}.jsonl holds no records")
     return records
@@ -85,6 +96,8 @@ def _texts(value) -> bool:
 
 def find_sets(folder: Path, asked: list[str] | None) -> list[str]:
     """The sets to run, in the benchmark's order: those asked for, or all that the folder has."""
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}")
     there = [dataset for dataset in METRICS if (folder / f"{dataset}.jsonl").is_file()]
     for dataset in asked or []:
         if dataset not in METRICS:
@@ -124,6 +137,19 @@ def _config(folder: Path, name: str) -> dict:
     if not (folder / name).is_file():
         raise InputError(f"{folder} has no {name}; the benchmark's config folder has it and a second file")
     return read_json(folder / name)
+
+
+def check_room(tokenizer: Tokenizer, record: Record, protocol: Protocol, max_length: int) -> None:
+    """InputError, with file and line, where the prompt cannot be made, or is too long even without its document.
+
+    That is told from a prompt with next to no document; a whole one is made only where that takes half of the room.
+    """
+    try:
+        bare = make_prompt(tokenizer, dataclasses.replace(record, context="x"), protocol, 10**9)
+        if 2 * len(bare.ids) > max_length - protocol.max_new_tokens:
+            make_prompt(tokenizer, record, protocol, max_length)
+    except InputError as error:
+        raise InputError(f"{record.where}: {error}") from error
 
 
 def make_prompt(tokenizer: Tokenizer, record: Record, protocol: Protocol, max_length: int) -> Prompt:

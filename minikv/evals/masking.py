@@ -48,8 +48,9 @@ NOTHING = Masking("none", "output", "decode")  # no head silenced, so it does no
 class Experiment:
     """All maskings of all cases, one prefill a case, each result in the journal as soon as it is there."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, profile: Profile, arguments, journal: Journal):
-        self.model, self.tokenizer, self.arguments, self.journal = model, tokenizer, arguments, journal
+    def __init__(self, model: Llama, tokenizer: Tokenizer, profile: Profile, arguments):
+        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
+        self.results: dict[str, dict] = {}  # by Masking.key
         orders = rankings(profile, arguments.random_seeds, arguments.leave_out)
         self.sounding = {name: sounding_heads(order, arguments.heads, profile) for name, order in orders.items()}
         self.sounding[NOTHING.ranking] = torch.ones(1, profile.layers, profile.heads)
@@ -57,16 +58,17 @@ class Experiment:
             Masking(ranking, part, phase) for part in arguments.zero for phase in arguments.during for ranking in orders
         ]
 
-    def run(self, cases: list[NeedleCase]) -> None:
+    def run(self, cases: list[NeedleCase], journal: Journal) -> None:
+        self.results = journal.done
         with command.show_progress(len(cases) * len(self.maskings), "masking") as bar:
             for case in cases:
-                missing = [masking for masking in self.maskings if masking.key(case) not in self.journal.done]
+                missing = [masking for masking in self.maskings if masking.key(case) not in self.results]
                 bar.update(len(self.maskings) - len(missing))
                 if missing:
                     ids = case.prompt(self.tokenizer).ids
                     before_last = prefill_before_last(self.model, ids)
                 for masking in missing:
-                    self.journal.add(masking.key(case), self.answers(case, ids, masking, before_last))
+                    journal.add(masking.key(case), self.answers(case, ids, masking, before_last))
                     bar.update()
 
     def answers(self, case: NeedleCase, ids: list[int], masking: Masking, before_last: KVCache) -> dict:
@@ -98,7 +100,7 @@ class Experiment:
             asked = (ranking, part, phase)
             maskings = [m for m in self.maskings if (m.ranking.split()[0], m.part, m.phase) == asked]
             row = self.arguments.heads.index(heads)
-        each = [[self.journal.done[masking.key(case)][score][row] for masking in maskings] for case in cases]
+        each = [[self.results[masking.key(case)][score][row] for masking in maskings] for case in cases]
         return [sum(values) / len(values) for values in each]
 
 
@@ -160,7 +162,7 @@ def parse_arguments():
     when = "from the last prompt token on, or from the first"
     parser.add_argument("--during", choices=PHASES, nargs="+", default=list(PHASES), help=when)
     seeds = "a random choice of heads for each"
-    parser.add_argument("--random-seeds", type=int, nargs="+", default=[0, 1, 2], help=seeds)
+    parser.add_argument("--random-seeds", type=command.seed, nargs="+", default=[0, 1, 2], help=seeds)
     left_out = "the strongest heads, so many by either score, that are never drawn at random"
     parser.add_argument("--leave-out", type=command.not_negative, default=30, help=left_out)
     results = "JSONL: append each result as it is finished, and go on from there"
@@ -168,6 +170,9 @@ def parse_arguments():
     parser.add_argument("--json", metavar="FILE", help="write settings, curves and answers to this file")
     parser.add_argument("--plot", metavar="FILE", help="draw recall against the number of heads into this PNG file")
     arguments = parser.parse_args()
+    command.check_outputs(arguments, "results", "json", "plot")
+    for name in ("zero", "during", "random_seeds"):
+        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
     arguments.heads = sorted({*arguments.heads} - {0})
     if not arguments.heads:
         raise InputError("--heads names no number above 0; accepted: one or more, such as 5 10 20 30")
@@ -187,22 +192,21 @@ def main() -> None:
         "leave_out": arguments.leave_out,
         "heads": arguments.heads,
     }
-    journal = Journal(arguments.results, {**of_all, **describe_runs(arguments, cases)})
-    experiment = Experiment(model, tokenizer, profile, arguments, journal)
-    experiment.run(cases)
+    experiment = Experiment(model, tokenizer, profile, arguments)
+    with Journal(arguments.results, {**of_all, **describe_runs(arguments, cases)}) as journal:
+        experiment.run(cases, journal)
     points = curves(experiment, cases)
-    needles = len({case.needle for case in cases})
-    print(f"needle recall of {len(cases)} prompts, 95 % intervals over {needles} needles\n")
-    print(table(points))
     settings = {"model": arguments.model, "random_seeds": arguments.random_seeds}
     settings |= of_all | describe(arguments, cases)
     record = {"settings": {**settings, "prompts": len(cases)}, "versions": command.versions(), "curves": points}
     if arguments.json:
-        command.write_json(arguments.json, {**record, "results": experiment.journal.done})
+        command.write_json(arguments.json, {**record, "results": experiment.results})
     if arguments.plot:
         from minikv.report.masking_plot import draw
 
         draw(record, arguments.plot)
+    needles = len({case.needle.needle for case in cases})
+    print(f"needle recall of {len(cases)} prompts, 95 % intervals over {needles} needles\n\n{table(points)}")
 
 
 if __name__ == "__main__":

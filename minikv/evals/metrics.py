@@ -19,6 +19,8 @@ from minikv.errors import InputError
 
 FIRST_LINE_ONLY = ("trec", "triviaqa", "samsum")  # few-shot sets: models go on with further examples
 
+PARAGRAPH = re.compile(r"Paragraph (\d+)")
+
 _rouge = Rouge(metrics=["rouge-l"])
 
 
@@ -97,7 +99,7 @@ def passage_count(prediction: str, answer: str) -> float:
 
 def passage_number(prediction: str, answer: str) -> float:
     """As passage_count, for an answer such as "Paragraph 7"."""
-    right = re.search(r"Paragraph (\d+)", answer)
+    right = PARAGRAPH.search(answer)
     if right is None:
         raise InputError(f"the right answer {answer!r} is not of the form 'Paragraph 7'")
     return _share_of_numbers(prediction, right[1])

@@ -29,7 +29,8 @@ class NeedleCase:
     @property
     def key(self) -> str:
         """The case's name in a journal."""
-        return f"{self.length} tokens, depth {self.depth:g} %, {self.needle.needle}"
+        needle = self.needle
+        return f"{self.length} tokens, depth {self.depth:g} %, {needle.needle} {needle.question} {needle.answer}"
 
     def prompt(self, tokenizer: Tokenizer) -> NeedlePrompt:
         """Made when it is wanted: all prompts of a long run together would fill the memory."""
@@ -43,7 +44,7 @@ def add_needle_arguments(parser: ArgumentParser, data: str, lengths: list[int], 
     parser.add_argument("--lengths", type=command.positive, nargs="+", default=lengths, help="prompt lengths in tokens")
     parser.add_argument("--depths", type=command.percent, nargs="+", default=depths, help="depths of the needle in percent")
     parser.add_argument("--max-answer-tokens", type=command.positive, default=50, help="longest answer, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn: where each haystack begins, halves, intervals")
+    parser.add_argument("--seed", type=command.seed, default=0, help="of what is drawn: where each haystack begins, halves, intervals")
 
 
 def needle_cases(arguments, model: Llama, tokenizer: Tokenizer) -> list[NeedleCase]:

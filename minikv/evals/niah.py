@@ -227,8 +227,7 @@ def experiment(arguments, group: Ranks) -> None:
             "window": examples[0].prompt(tokenizer).tail(window),
             "scores": [summarise(pair, examples, results, arguments.seed) for pair in pairs],
         }
-        print(table(record["scores"]), end="\n\n")
-        sweep.report(record, arguments, eval_plots.draw_niah)
+        sweep.report(record, arguments, table(record["scores"]), eval_plots.draw_niah)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from minikv.errors import InputError
 from minikv.weights import choose_device
 
 
@@ -51,12 +52,23 @@ def ranks() -> Iterator[Ranks]:
 
     Over gloo on every device: what is sent are small records of text and numbers, which live on the CPU.
     """
-    count = int(os.environ.get("WORLD_SIZE", 1))
-    if count == 1:
+    count, on_this_machine = _from_environment("WORLD_SIZE", default=1), _from_environment("LOCAL_RANK", default=0)
+    if count <= 1:
         yield Ranks()
         return
-    dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may be done long before the last one
     try:
-        yield Ranks(dist.get_rank(), count, int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("gloo", timeout=timedelta(days=7))  # a rank may be done long before the last one
+    except ValueError as error:
+        raise InputError(f"WORLD_SIZE is {count}, but the other settings of torchrun are not right: {error}") from error
+    try:
+        yield Ranks(dist.get_rank(), count, on_this_machine)
     finally:
         dist.destroy_process_group()
+
+
+def _from_environment(name: str, default: int) -> int:
+    """A number that torchrun sets for its processes."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise InputError(f"the environment variable {name} is {text!r}; a whole number is needed, as torchrun sets it")
+    return int(text)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv import command
-from minikv.budget import parse
+from minikv.budget import PromptShape, parse
 from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.evals.journal import Journal, digest
@@ -140,7 +140,7 @@ def add_arguments(parser: command.Parser, max_new_tokens: int | None) -> None:
     parser.add_argument("--budgets", nargs="+", default=["3%", "6%", "12%", "25%"], help=command.budget_help)
     command.add_selection_arguments(parser)
     parser.add_argument("--max-new-tokens", type=command.positive, default=max_new_tokens, help="longest answer, in tokens")
-    parser.add_argument("--seed", type=command.not_negative, default=0, help="of all that is drawn: examples, intervals")
+    parser.add_argument("--seed", type=command.seed, default=0, help="of all that is drawn: examples, intervals")
     results = "JSONL: append each result as it is finished, and go on from there (under torchrun FILE.rank1 and so on, too)"
     parser.add_argument("--results", metavar="FILE", help=results)
     parser.add_argument("--json", metavar="FILE", help="write settings and scores to this file")
@@ -149,11 +149,9 @@ def add_arguments(parser: command.Parser, max_new_tokens: int | None) -> None:
 
 def check_arguments(arguments: Namespace) -> None:
     """Split lists at commas, too, and refuse what is not a method or a budget before anything is loaded."""
+    command.check_outputs(arguments, "results", "json", "plot")
     for name in ("methods", "budgets"):
-        items = [item for text in getattr(arguments, name) for item in text.split(",") if item]
-        if not items:
-            raise InputError(f"--{name} lists nothing; at least one is needed")
-        setattr(arguments, name, list(dict.fromkeys(items)))
+        setattr(arguments, name, listed(name, getattr(arguments, name)))
     for method in arguments.methods:
         if method not in METHODS:
             raise InputError(f"method {method!r} is unknown; accepted: {', '.join(METHODS)}")
@@ -161,14 +159,26 @@ def check_arguments(arguments: Namespace) -> None:
         parse(budget)
 
 
+def listed(name: str, words: list[str]) -> list[str]:
+    """The items of an argument that may be set apart by blanks or commas, each once."""
+    items = [item for word in words for item in word.split(",") if item]
+    if not items:
+        raise InputError(f"--{name} lists nothing; at least one is needed")
+    return list(dict.fromkeys(items))
+
+
 def make_pairs(model: Llama, arguments: Namespace) -> list[Pair]:
-    """Every method with every budget; the full cache, which has none, once."""
+    """Every method with every budget; the full cache, which has none, once. InputError for a budget too small for it."""
+    shape = PromptShape(model.config.layers, model.config.max_positions, model.new_layer_cache(1, 1).entry_bytes)
     profile = functools.cache(functools.partial(command.load_profile, model, arguments.profile, arguments.model))
     pairs = []
     for method in arguments.methods:
         for budget in [None] if method == "full" else arguments.budgets:
             options = Namespace(**vars(arguments) | {"budget": budget})
-            pairs.append(Pair(method, budget, command.make_policy(method, options, profile)))
+            pair = Pair(method, budget, command.make_policy(method, options, profile))
+            if budget is not None:
+                pair.policy.mean_entries(shape)  # how long a prompt is makes no budget too small
+            pairs.append(pair)
     return pairs
 
 
@@ -207,13 +217,13 @@ def run(
     Examples are done in a shuffled order, so that long ones are spread evenly over the ranks and the time left is
     told rightly.
     """
-    journal = Journal(path, settings, ranks.rank)
     share = ranks.share(random.Random(0).sample(keys, len(keys)))
-    missing = [key for key in share if key not in journal.done]
-    with command.show_progress(len(missing), "examples", shown=ranks.reports) as bar:
-        for key in missing:
-            journal.add(key, evaluate(key))
-            bar.update()
+    with Journal(path, settings, ranks.rank) as journal:
+        missing = [key for key in share if key not in journal.done]
+        with command.show_progress(len(missing), "examples", shown=ranks.reports) as bar:
+            for key in missing:
+                journal.add(key, evaluate(key))
+                bar.update()
     merged = ranks.merge({key: journal.done[key] for key in share})
     return {key: merged[key] for key in keys} if ranks.reports else {}
 
@@ -224,14 +234,24 @@ def mean_seconds(results: dict[str, dict]) -> dict[str, float]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
 
 
-def report(record: dict, arguments: Namespace, draw_scores: Callable[[dict, str], list[Path]]) -> None:
-    """What every table needs to be read rightly, then JSON and pictures."""
-    print("The first token of each answer comes from full attention in the prefill and is the same for every method.")
+def report(record: dict, arguments: Namespace, table: str, draw_scores: Callable[[dict, str], list[Path]]) -> None:
+    """JSON and pictures, then the table and what it needs to be read rightly: who stops reading early loses no file."""
+    drawn = write(record, arguments, draw_scores)
+    print(f"{table}\n\nThe first token of each answer comes from full attention in the prefill and is the same for every method.")
     if record["window"]:
         print(f"The window that chooses, in the first prompt: {record['window']!r}")
     parts = ", ".join(f"{name} {value:.2f} s" for name, value in record["seconds"].items())
     print(f"An example took on average: {parts} (one prefill; selection and decode of all methods and budgets)")
+    print_drawn(drawn)
+
+
+def write(record: dict, arguments: Namespace, draw_scores: Callable[[dict, str], list[Path]]) -> list[Path]:
+    """The record to --json and its pictures to --plot, where they were asked for; the pictures' files."""
     if arguments.json:
         command.write_json(arguments.json, record)
-    if arguments.plot:
-        print("drawn: " + ", ".join(map(str, draw_scores(record, arguments.plot))))
+    return draw_scores(record, arguments.plot) if arguments.plot else []
+
+
+def print_drawn(files: list[Path]) -> None:
+    if files:
+        print("drawn: " + ", ".join(map(str, files)))

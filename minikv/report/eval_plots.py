@@ -168,7 +168,7 @@ def _bars(axes: Axes, rows: list[dict]) -> None:
     axes.set_axisbelow(True)
 
 
-def draw_fidelity(record: dict, path: str | Path) -> Path:
+def draw_fidelity(record: dict, path: str | Path) -> list[Path]:
     """KL divergence and top-1 agreement against what was kept, and each layer's error at the middle budget."""
     figure, (kl, agreement, layers) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
     _fidelity_curves(kl, record["rows"], "kl", "KL divergence from the full cache (nats a token)")
@@ -183,7 +183,7 @@ def draw_fidelity(record: dict, path: str | Path) -> Path:
     layers.grid(alpha=0.3)
     layers.legend(fontsize=8)
     figure.suptitle(f"mean of {record['prompts']} prompts; bars: 95 % interval over prompts", fontsize=9)
-    return save(figure, _settings(record, "lengths", "max_new_tokens", "window", "kernel", "heads"), Path(path))
+    return [save(figure, _settings(record, "lengths", "max_new_tokens", "window", "kernel", "heads"), Path(path))]
 
 
 def _fidelity_curves(axes: Axes, rows: list[dict], measure: str, label: str) -> None:

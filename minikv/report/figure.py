@@ -28,7 +28,7 @@ def save(figure: Figure, settings: dict, path: Path) -> Path:
     """Write the figure as a PNG file with the settings in its corner."""
     text = ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in settings.items() if value is not None)
     wrapped = textwrap.fill(text, int(figure.get_figwidth() * 18))
-    figure.text(0.005, -0.005, wrapped, fontsize=6, va="top", color="#444444")
+    figure.text(0.005, -0.005, wrapped, fontsize=6, va="top", color="#444444", parse_math=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=200, bbox_inches="tight")

@@ -82,7 +82,9 @@ def draw_layer_budgets(profile: Profile, path: Path) -> Path:
     for axes in (scores, budgets):
         axes.set_xlabel("layer")
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
+        legend = axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # data sets bear the names of files
     return save(figure, _settings(profile), path)
 
 
