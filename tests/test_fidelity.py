@@ -11,7 +11,8 @@ import torch
 
 import minikv
 from conftest import make_profile, make_prompt, make_tiny_model
-from minikv.evals.fidelity import attention_errors, compare, measure, next_logits
+from minikv.errors import InputError
+from minikv.evals.fidelity import attention_errors, compare, measure, next_logits, parse_arguments
 from minikv.evals.fidelity_prompts import ask
 from minikv.evals.sweep import Pair
 from minikv.policy import METHODS, CompressKV, Full, SnapKV, StreamingLLM
@@ -33,6 +34,26 @@ def test_the_measures_by_hand():
     assert found.agreement == 0.5
     assert found.nll == pytest.approx((math.log(2) + math.log(4)) / 2)
     assert found.attention_error == pytest.approx(0.2) and found.layer_errors == [0.1, 0.3]
+
+
+def test_the_full_cache_alone_is_nothing_to_compare(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["fidelity", "--methods", "full"])
+    with pytest.raises(InputError, match="--methods names only full"):
+        parse_arguments()
+
+
+def test_two_ranks_give_the_numbers_of_one_process(tmp_path):
+    folder, records = write_checkpoint(tmp_path), []
+    for name, launcher in (("one", []), ("two", ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"])):
+        command = [sys.executable, "-m", *launcher, "minikv.evals.fidelity", "--model", folder, "--device", "cpu"]
+        command += ["--methods", "snapkv", "--lengths", "300", "--prompts", "3", "--budgets", "32", "--max-new-tokens", "6"]
+        command += ["--results", tmp_path / name, "--json", tmp_path / f"{name}.json"]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, timeout=300)
+        assert done.returncode == 0 and done.stdout.count("3 prompts.") == 1, done.stderr
+        records.append(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert records[0]["rows"] == records[1]["rows"]
+    lines = [len((tmp_path / name).read_text().splitlines()) for name in ("one", "two", "two.rank1")]
+    assert lines == [4, 3, 2]  # settings, and each rank's share
 
 
 def test_keeping_everything_is_perfectly_faithful_and_less_is_not():

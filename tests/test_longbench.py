@@ -125,7 +125,7 @@ GOOD = {"input": "What?", "context": "It is red.", "answers": ["red"], "all_clas
 
 
 def write_set(folder: Path, dataset: str, *lines) -> Path:
-    text = "".join((line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)) + "\n" for line in lines)
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
     (folder / f"{dataset}.jsonl").write_text(text, encoding="utf-8")
     return folder
 
@@ -152,6 +152,8 @@ def without(name: str) -> dict:
         ("qasper", GOOD | {"answers": "red"}, "lacks answers"),
         ("qasper", GOOD | {"context": " "}, "context is empty"),
         ("qasper", GOOD | {"context": 7}, "lacks context"),
+        ("qasper", GOOD | {"input": "x"} | {"context": "\ud83d"}, "lone surrogate"),
+        ("passage_retrieval_en", GOOD, "not of the form 'Paragraph 7'"),
         ("trec", GOOD, "lacks all_classes"),
         ("trec", GOOD | {"all_classes": []}, "lacks all_classes"),
         ("qasper", '{"input": "cut o', "is not JSON"),
@@ -159,7 +161,7 @@ def without(name: str) -> dict:
     ],
 )
 def test_a_record_that_cannot_be_used_is_named_by_file_and_line(tmp_path, dataset, line, message):
-    first = GOOD | {"all_classes": ["red", "green"]}
+    first = GOOD | {"all_classes": ["red", "green"], "answers": ["Paragraph 1"]}
     with pytest.raises(InputError) as error:
         read_records(write_set(tmp_path, dataset, first, "", line), dataset)
     assert f"{dataset}.jsonl, line 3" in str(error.value) and message in str(error.value)
@@ -403,6 +405,19 @@ def test_answers_are_as_long_as_the_protocol_says(monkeypatch, folder, data):
     config = write_config(data, {"trec": "{context}{input}", "qasper": "{context}{input}"}, {"trec": 5, "qasper": 7})
     run(monkeypatch, folder, data, "--config", str(config), "--sets", "trec,qasper", "--methods", "full", "--max-length", "60")
     assert sorted(set(lengths)) == [(53, 7), (55, 5)]  # the prompt has what the answer leaves
+
+
+def test_a_question_that_does_not_fit_is_told_with_its_line_before_any_prompt_is_run(monkeypatch, folder, data):
+    write_set(data, "trec", GOOD | {"all_classes": ["red"]}, "", GOOD | {"all_classes": ["red"], "input": LONG[:900]})
+    monkeypatch.setattr(longbench, "evaluate", lambda *_: pytest.fail("a prompt was run"))
+    with pytest.raises(InputError, match="trec.jsonl, line 3: the prompt without its document has"):
+        run(monkeypatch, folder, data, "--methods", "full", "--max-length", "300")
+
+
+@pytest.mark.parametrize("sets", ["", ","])
+def test_sets_that_list_nothing_are_refused(monkeypatch, folder, data, sets):
+    with pytest.raises(InputError, match="--sets lists nothing"):
+        run(monkeypatch, folder, data, "--sets", sets)
 
 
 def test_a_length_beyond_the_models_context_is_refused(monkeypatch, folder, data):

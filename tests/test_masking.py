@@ -296,6 +296,15 @@ def test_an_interrupted_experiment_goes_on_to_the_same_result(run, tmp_path, mon
     assert (tmp_path / "halves.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
 
 
+def test_what_is_named_twice_is_done_once(run, tmp_path):
+    twice = ["--zero", "output", "output", "--during", "decode", "decode", "--random-seeds", 0, 0]
+    run(*twice, "--results", tmp_path / "r.jsonl", "--json", tmp_path / "m.json")
+    record = json.loads((tmp_path / "m.json").read_text())
+    assert record["settings"]["random_seeds"] == [0]
+    assert len(record["curves"]) == 3 * 3  # rankings, numbers of heads
+    assert len(record["results"]) == 3 * (1 + 3)
+
+
 def test_results_of_other_heads_are_not_gone_on_with(run, tmp_path, capsys):
     few = ["--zero", "output", "--during", "decode", "--random-seeds", 0, "--results", tmp_path / "r.jsonl"]
     run(*few)
@@ -311,6 +320,8 @@ def test_results_of_other_heads_are_not_gone_on_with(run, tmp_path, capsys):
         (["--heads", 11], "only 9 heads can be silenced"),  # of 12: 3 are among the 2 strongest by either score
         (["--zero", "keys"], "invalid choice: 'keys'"),
         (["--depths", "deep"], "not a number from 0 to 100"),
+        (["--random-seeds", "-1"], "'-1' is not a whole number"),
+        (["--json", "/"], "--json / is a folder"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_one_line(run, capsys, arguments, problem):

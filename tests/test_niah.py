@@ -16,6 +16,7 @@ from tiny_checkpoint import write_checkpoint
 
 from minikv.errors import InputError
 from minikv.evals import niah
+from minikv.evals.needle_cases import NeedleCase
 from minikv.haystack import DATA, Family, Needle, Task, contains, hide, hide_all, load_families, load_haystack, load_needles, recall
 from minikv.tokenizer import Tokenizer
 
@@ -168,6 +169,55 @@ def test_needles_of_ones_own_may_hold_any_character(tmp_path):
     (tmp_path / "n.jsonl").write_text(json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8")
     (task,) = niah.load_tasks(str(tmp_path / "n.jsonl"), "single", 4, 0)
     assert task == Task("What?", (Needle(fields["needle"], "What?", "5"),))
+
+
+def write_lines(path: Path, *lines: dict) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+ONE = {"needle": "The code is 4817.", "question": "What is the code?", "answer": "4817"}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (ONE, "line 2 repeats .*n.jsonl, line 1"),
+        (ONE | {"needle": "The sign shows \u4e00\u4e8c.", "answer": "\u4e00\u4e8c"}, "line 2: the answer .* cannot be scored"),
+        (ONE | {"question": "What \ud800?"}, "line 2 holds a lone surrogate"),
+    ],
+)
+def test_a_needle_that_cannot_be_used_is_named_by_line(tmp_path, line, message):
+    with pytest.raises(InputError, match=message):
+        load_needles(write_lines(tmp_path / "n.jsonl", ONE, line))
+
+
+def test_a_familys_value_that_cannot_be_scored_is_named_by_line(tmp_path):
+    forms = {"needle": "{key} {value}", "question": "{key}", "question_all": "{keys}"}
+    with pytest.raises(InputError, match="line 1: the answer '!' cannot be scored"):
+        load_families(write_lines(tmp_path / "f.jsonl", forms | {"entries": [["a", 1], ["b", "!"]]}))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_blanks_around_a_needle_are_left_away(folder, tmp_path, depth):
+    (needle,) = load_needles(write_lines(tmp_path / "n.jsonl", ONE | {"needle": f" {ONE['needle']}\n"}))
+    assert needle == Needle(**ONE)
+    assert len(hide(Tokenizer.from_folder(folder), HAYSTACK, needle, 300, depth).ids) == 300
+
+
+def test_needles_of_one_sentence_with_two_questions_are_two_cases():
+    first, second = (NeedleCase(Needle("A is 5.", question, "5"), 100, 0, "text") for question in ("What is A?", "And A?"))
+    assert first.key != second.key
+
+
+def test_a_haystack_that_holds_the_needle_far_beyond_the_prompt_is_refused_at_once(folder):
+    with pytest.raises(InputError, match="the haystack already holds"):
+        hide(Tokenizer.from_folder(folder), HAYSTACK + NEEDLE.needle, NEEDLE, 300, 0)
+
+
+def test_a_needle_that_the_question_repeats_is_told_as_that(folder):
+    with pytest.raises(InputError, match="2 times"):
+        hide(Tokenizer.from_folder(folder), HAYSTACK, Needle("A is 5.", "Right? A is 5.", "5"), 300, 0)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +374,7 @@ def test_another_experiments_results_are_refused_in_one_line(program):
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--lengths", "64"], "has no room for the needle"),
+        (["--lengths", "64"], "has no room for what is asked"),
         (["--lengths", "256", "4092"], "4092 tokens and 6 new tokens exceed the model's context of 4096"),
         (["--depths", "101"], "'101' is not a number from 0 to 100"),
         (["--methods", "snapkvv"], "'snapkvv' is unknown"),

@@ -202,7 +202,7 @@ def test_data_sets_of_one_name_are_refused(measure, tmp_path, folder, capsys):
     "arguments, problem",
     [
         (["--lengths", 4000], "exceed the model's context of 2048"),
-        (["--lengths", 64], "no room for the needle"),
+        (["--lengths", 64], "no room for what is asked"),
         (["--depths", 101], "not a number from 0 to 100"),
         (["--needles", "nothing.jsonl"], "nothing.jsonl"),
         (["--error-prompts", "nothing.txt"], "nothing.txt"),

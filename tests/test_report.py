@@ -135,6 +135,13 @@ def test_settings_stand_in_the_corner(tmp_path):
     assert figure.texts[0].get_text() == "depths 10 50, runs counted 3"
 
 
+def test_a_dollar_in_a_name_is_no_formula(profile, tmp_path):
+    odd = r"cost $\frac$ of"
+    by_set = {odd: [0.2, 0.8], "essays": [0.3, 0.7]}
+    named = Profile(**vars(profile) | {"model": {"name": odd}, "layer_scores_by_set": by_set})
+    assert all(map(is_png, profile_plots.draw(named, tmp_path)))
+
+
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file"):

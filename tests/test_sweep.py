@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import make_profile, make_prompt, make_tiny_model
 from minikv import policy
 from minikv.errors import InputError
 from minikv.evals import sweep
+from minikv.evals.ranks import ranks
 from minikv.generate import generate
 from minikv.inference import compress, prefill
 
@@ -125,6 +127,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_run(model):
 
 def asked(**options) -> Namespace:
     defaults = dict(methods=["full", "snapkv"], budgets=["3%"], window=8, kernel=5, heads=4, profile=None, model="tiny")
+    defaults |= dict(results=None, json=None, plot=None)
     return Namespace(**defaults | options)
 
 
@@ -153,6 +156,34 @@ def test_every_method_meets_every_budget_and_the_full_cache_none(model):
     names = ["streamingllm 3%", "streamingllm 64", "full", "snapkv 3%", "snapkv 64"]
     assert [pair.name for pair in pairs] == names
     assert pairs[-1].policy == policy.SnapKV(64, window=4)
+
+
+@pytest.mark.parametrize("budget, message", [("8", "at least 9"), ("2kB", "bytes is"), ("1", "at least")])
+def test_a_budget_below_the_window_is_refused_before_any_prefill(model, budget, message):
+    with pytest.raises(InputError, match=message):
+        sweep.make_pairs(model, asked(methods=["full", "snapkv"], budgets=["3%", budget]))
+
+
+def test_files_are_written_before_anything_is_printed(monkeypatch, tmp_path):
+    """So that a reader who leaves, as `head` does, loses no result."""
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    record, drawn = {"window": "", "seconds": {"prefill": 1.0}}, []
+    with pytest.raises(BrokenPipeError):
+        sweep.report(record, asked(json=tmp_path / "a.json", plot="b.png"), "table", lambda *given: drawn.append(given) or [])
+    assert json.loads((tmp_path / "a.json").read_text()) == record and drawn == [(record, "b.png")]
+
+
+def test_torchruns_settings_that_are_no_numbers_are_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    with pytest.raises(InputError, match="WORLD_SIZE is 'abc'"), ranks():
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="RANK"), ranks():
+        pass
 
 
 def test_settings_tell_runs_apart_by_all_that_results_follow_from(model, tmp_path):
