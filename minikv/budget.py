@@ -31,6 +31,8 @@ class Share:
     kept: float
 
     def __post_init__(self):
+        if not isinstance(self.kept, (int, float)):
+            raise InputError(f"a budget share of {self.kept!r} was given; a number such as 0.03 is needed")
         if not 0 < self.kept <= 1:
             raise InputError(f"a budget share of {self.kept:.6g} was given; accepted: above 0 and at most 1 (all is kept)")
 
@@ -76,6 +78,8 @@ def mean_entries(budget: Budget, prompt: PromptShape, at_least: int) -> int:
             need = at_least * prompt.layers * prompt.entry_bytes
             raise InputError(f"a budget of {budget.total:,} bytes is {entries} entries a layer; at least {need:,} are needed")
     else:
+        if type(budget) is not int:
+            raise InputError(f"a budget of {budget!r} is not understood; accepted: entries such as 256, Share(0.03), Bytes(2_000_000)")
         entries = budget
         if entries < at_least:
             raise InputError(

@@ -54,11 +54,6 @@ class LayerCache:
         """Bytes that the key and value buffers take, room for further tokens included."""
         return self._keys.nbytes + self._values.nbytes
 
-    def empty_like(self, capacity: int) -> LayerCache:
-        """An empty layer of the same shape with room for `capacity` entries."""
-        batch, kv_heads, _, head_dim = self._keys.shape
-        return LayerCache(batch, kv_heads, head_dim, capacity, self._keys.dtype, self._keys.device)
-
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the next tokens' keys and values [batch, kv_heads, new, head_dim]; return all that are kept."""
         new = keys.shape[2]
@@ -67,15 +62,19 @@ class LayerCache:
         self.seen += new
         return self.keys, self.values
 
-    def fill(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Fill this empty layer with the entries of a whole prompt's keys and values that are at `positions`.
+    def keep(self, positions: Tensor, reserve: int) -> LayerCache:
+        """A new layer with only the entries at `positions`, and room for `reserve` new tokens. This one stays.
 
-        keys and values [batch, kv_heads, seq, head_dim]; positions [batch, kv_heads, kept], ascending.
+        positions [batch, kv_heads, kept], ascending. Only of a layer that has evicted nothing: there, entry i is the
+        token at position i.
         """
-        assert self.seen == 0, "only an empty layer can be filled"
-        index = repeat(positions, "batch kv_heads kept -> batch kv_heads kept dim", dim=keys.shape[-1])
-        self._write(keys.gather(2, index), values.gather(2, index), positions)
-        self.seen = keys.shape[2]
+        assert self.kept == self.seen, "what was evicted cannot be kept"
+        batch, kv_heads, _, head_dim = self._keys.shape
+        kept = LayerCache(batch, kv_heads, head_dim, positions.shape[2] + reserve, self._keys.dtype, self._keys.device)
+        index = repeat(positions, "batch kv_heads kept -> batch kv_heads kept dim", dim=head_dim)
+        kept._write(self.keys.gather(2, index), self.values.gather(2, index), positions)
+        kept.seen = self.seen
+        return kept
 
     def clear(self) -> None:
         """Forget everything; the buffers stay."""

@@ -22,11 +22,23 @@ from minikv.weights import DEFAULT_MODEL
 PROFILES = Path(__file__).parent.parent / "weights" / "profiles"
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of every argument that has one, lists as they are typed."""
+
+    def _get_help_string(self, action):
+        if action.default in (None, False, argparse.SUPPRESS):
+            return action.help
+        if isinstance(action.default, list):
+            typed = " ".join(map(str, action.default)).replace("%", "%%")
+            return f"{action.help} (default: {typed})"
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Shows defaults in --help and reports a wrong argument in one line, as everything else is reported."""
 
     def __init__(self, description: str):
-        super().__init__(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(description=description, formatter_class=Help)
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str):

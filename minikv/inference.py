@@ -103,11 +103,23 @@ def compress(prefill: Prefill, policy: Policy, reserve: int = 256) -> KVCache:
     """
     layers = []
     for layer, budget in enumerate(policy.budgets(prefill)):
-        full = prefill.cache[layer]
-        positions = policy.choose(prefill, layer, budget)
-        layers.append(full.empty_like(budget + reserve))
-        layers[layer].fill(full.keys, full.values, positions)
+        positions = check_positions(policy.choose(prefill, layer, budget), layer, budget)
+        layers.append(prefill.cache[layer].keep(positions, reserve))
     return KVCache(layers)
+
+
+def check_positions(positions: Tensor, layer: int, budget: int) -> Tensor:
+    """What a policy chose for a layer, if it keeps to its own budget; else ValueError."""
+    if positions.shape[2] != budget:
+        raise ValueError(f"layer {layer}: the policy chose {positions.shape[2]} positions for a budget of {budget}")
+    return positions
+
+
+@torch.no_grad()
+def prefill_for(model: Llama, tokens: Tensor, policies: list[Policy]) -> Prefill:
+    """A prefill of tokens [batch, seq] that holds all that the policies look at, such as the widest of their windows."""
+    window = max(policy.window or 0 for policy in policies)
+    return prefill(model, tokens, window, column_sums=any(policy.window is None for policy in policies))
 
 
 @torch.no_grad()
@@ -120,12 +132,12 @@ def prefill_layer_by_layer(
 ) -> tuple[Tensor, KVCache]:
     """Logits [batch, vocab] of the last prompt token and the compressed cache, with one full layer alive at a time.
 
-    The result is that of `compress(prefill(model, tokens, policy.window), policy)`, and it is made that way for a
+    The result is that of `compress(prefill_for(model, tokens, [policy]), policy)`, and it is made that way for a
     policy that needs all layers at once. `progress` wraps the sequence of layers, for a progress bar.
     """
     check_prompt(model, tokens)
     if policy.needs_all_layers:
-        result = prefill(model, tokens, policy.window)
+        result = prefill_for(model, tokens, [policy])
         return result.logits, compress(result, policy, reserve)
     batch, length = tokens.shape
     window = length if policy.window is None else policy.window
@@ -140,8 +152,7 @@ def prefill_layer_by_layer(
         keys, values = full.append(keys, values)
         x = block.output(x, attend(queries, keys, values))
         positions = policy.select(layer, _last(queries, window), keys, budgets[layer])
-        layers.append(full.empty_like(budgets[layer] + reserve))
-        layers[layer].fill(keys, values, positions)
+        layers.append(full.keep(check_positions(positions, layer, budgets[layer]), reserve))
     return model.logits(x[:, -1:])[:, 0], KVCache(layers)
 
 

@@ -28,11 +28,8 @@ def essay(default_model):
 
 def keep(result, positions):
     """A cache with the same positions kept in every layer."""
-    layers = []
-    for full in result.cache.layers:
-        layers.append(full.empty_like(len(positions) + 120))
-        layers[-1].fill(full.keys, full.values, repeat(torch.tensor(positions), "kept -> 1 3 kept"))
-    return KVCache(layers)
+    positions = repeat(torch.tensor(positions), "kept -> 1 3 kept")
+    return KVCache([full.keep(positions, reserve=120) for full in result.cache.layers])
 
 
 @torch.no_grad()
@@ -109,7 +106,7 @@ model, tokenizer = minikv.load(device="cpu", dtype="float32")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 before = status("VmRSS")
 tokens = torch.randint(17, 40000, (1, 8000))
-result = minikv.prefill(model, tokens)
+result = minikv.prefill(model, tokens, chunk=1000)
 profile = Profile.load("weights/profiles/smollm2-135m-instruct.json")
 for name, method in METHODS.items():
     if name == "h2o":

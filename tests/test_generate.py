@@ -80,7 +80,7 @@ def test_a_profile_of_another_model_is_refused_with_both_shapes(default_folder, 
 def test_a_profile_that_is_empty_or_holds_nan_is_refused(default_folder, tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text("")
-    assert "is not JSON" in refused("--profile", broken, *SHORT)
+    assert "cannot be read as JSON" in refused("--profile", broken, *SHORT)
     make_profile(make_tiny_model()).save(broken)
     broken.write_text(broken.read_text().replace("0.1", "NaN", 1))
     assert "layer_scores holds nan" in refused("--profile", broken, *SHORT)

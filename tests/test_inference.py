@@ -85,8 +85,7 @@ def test_a_cache_without_one_entry_equals_full_attention_with_that_key_masked():
     model, tokens = make_tiny_model(layers=1), make_prompt(40)
     result = minikv.prefill(model, tokens)
     full, positions = result.cache[0], torch.tensor([i for i in range(40) if i != 17])
-    cut = full.empty_like(50)
-    cut.fill(full.keys, full.values, repeat(positions, "kept -> 1 2 kept"))
+    cut = full.keep(repeat(positions, "kept -> 1 2 kept"), reserve=1)
     token = make_prompt(1, seed=5)
     after = model(token, minikv.inference.KVCache([cut]))[:, -1]
     # By hand: the same layer with the whole cache and a mask.

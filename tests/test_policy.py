@@ -297,6 +297,28 @@ def test_a_wide_window_is_within_the_budget_of_every_layer(window, budget):
         assert cache.kept == policy.budgets(result) and sum(cache.kept) == 4 * budget and min(cache.kept) == window + 1
 
 
+class EveryThird(StreamingLLM):
+    """A method of one's own, with a mistake in it: it does not keep to its budget."""
+
+    def select(self, layer, queries, keys, budget):
+        return minikv.scores.all_positions(keys)[..., ::3]
+
+
+def test_a_policy_that_does_not_keep_to_its_budget_is_refused():
+    model, tokens = make_tiny_model(), make_prompt(60)
+    with pytest.raises(ValueError, match="layer 0: the policy chose 20 positions for a budget of 12"):
+        minikv.compress(minikv.prefill(model, tokens), EveryThird(12))
+    with pytest.raises(ValueError, match="layer 0: the policy chose 20 positions"):
+        minikv.prefill_layer_by_layer(model, tokens, EveryThird(12))
+    assert minikv.compress(minikv.prefill(model, tokens), EveryThird(20)).kept == [20] * 4
+
+
+@pytest.mark.parametrize("budget", ["12%", 64.5, 0.12, None])
+def test_a_budget_of_another_type_is_refused_with_what_is_accepted(budget):
+    with pytest.raises(InputError, match=r"accepted: entries such as 256, Share\(0.03\)"):
+        SnapKV(budget).budgets(PromptShape(4, 100, 1))
+
+
 def test_a_budget_below_the_window_is_refused_where_positions_are_chosen():
     with pytest.raises(InputError, match="layer 3: a budget of 7 entries cannot hold the window of 8"):
         minikv.scores.keep_best_and_window(torch.ones(1, 1, 20), budget=7, window=8, layer=3)

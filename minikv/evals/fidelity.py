@@ -21,7 +21,7 @@ from minikv.evals.fidelity_prompts import ask
 from minikv.evals.ranks import Ranks, ranks
 from minikv.evals.statistics import bootstrap
 from minikv.evals.sweep import Pair
-from minikv.inference import Prefill, check_prompt, compress, decode
+from minikv.inference import Prefill, check_prompt, compress, decode, prefill_for
 from minikv.model import Llama, attend
 from minikv.offline import relative_error
 from minikv.policy import METHODS, Full, Policy
@@ -86,7 +86,7 @@ def compare(exact: Tensor, logits: Tensor, answer: Tensor, error: list[float], k
 def measure(model: Llama, tokenizer: Tokenizer, ids: list[int], pairs: list[Pair], max_answer_tokens: int) -> dict:
     """The fidelity of each method-budget pair on one prompt, by name; {} when the answer has fewer than two tokens."""
     policies = [pair.policy for pair in pairs]
-    prefilled = sweep.prefill_for(model, torch.tensor([ids], device=model.device), policies)
+    prefilled = prefill_for(model, torch.tensor([ids], device=model.device), policies)
     full = compress(prefilled, Full(), reserve=max_answer_tokens)
     answer = list(decode(model, full, prefilled.logits, max_answer_tokens, tokenizer.stop_ids))
     if len(answer) < 2:

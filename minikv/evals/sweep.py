@@ -20,7 +20,7 @@ from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.evals.journal import Journal, digest
 from minikv.evals.ranks import Ranks
-from minikv.inference import Prefill, check_prompt, compress, prefill
+from minikv.inference import check_prompt, compress, prefill_for
 from minikv.model import Llama, attend
 from minikv.policy import METHODS, Policy
 from minikv.srh import fingerprint
@@ -81,12 +81,6 @@ def sweep(
     answers = decode_together(model, caches, first.item(), max_new_tokens, stop_ids)
     seconds = {"prefill": prefilled - start, "selection": selected - prefilled, "decode": _now(model) - selected}
     return Swept(answers, kept, seconds)
-
-
-def prefill_for(model: Llama, tokens: Tensor, policies: list[Policy]) -> Prefill:
-    """A prefill of tokens [batch, seq] that keeps all that these policies look at: the widest window, H2O's sums."""
-    window = max(policy.window or 0 for policy in policies)
-    return prefill(model, tokens, window, column_sums=any(policy.window is None for policy in policies))
 
 
 def _now(model: Llama) -> float:
