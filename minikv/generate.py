@@ -199,14 +199,14 @@ def main() -> None:
         for piece in answers[-1].stream(model, tokenizer, prompt, method, arguments):
             print(piece, end="", flush=True)
         print()
-    print("\n" + table(answers))
-    if policy.window and answers[-1].entries_kept < answers[-1].entries_of:
-        seen = prompt.tail(policy.window)
-        print(f"\nThe window of {policy.window} tokens that chose: {seen!r}. The first answer token is the full cache's own.")
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "debug")}
         record = {"settings": settings, "versions": command.versions(), "prompt_tokens": len(prompt.ids)}
         command.write_json(arguments.json, {**record, "answers": [asdict(answer) for answer in answers]})
+    print("\n" + table(answers))
+    if policy.window and answers[-1].entries_kept < answers[-1].entries_of:
+        seen = prompt.tail(policy.window)
+        print(f"\nThe window of {policy.window} tokens that chose: {seen!r}. The first answer token is the full cache's own.")
 
 
 def warm_up(model: Llama) -> None:
