@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minikv import scores
 from minikv.budget import PromptShape
-from minikv.cache import KVCache, LayerCache
+from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.model import Llama, attend
 from minikv.policy import Policy
@@ -186,14 +186,12 @@ def decode(
     stop id; that id is not yielded for a single prompt, and fills up the finished rows of a batch.
     """
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=logits.device)
-    stopped = None
+    token = picker(logits)
     for step in range(max_new_tokens):
-        token = picker(logits)
-        if stopped is not None:
-            token = torch.where(stopped, previous, token)
-        stopped, previous = torch.isin(token, stops), token
+        stopped = torch.isin(token, stops)
         if stopped.all():
             return
         yield token
         if step + 1 < max_new_tokens:
-            logits = model(token[:, None], cache)[:, -1]
+            following = picker(model(token[:, None], cache)[:, -1])
+            token = torch.where(stopped, token, following)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from minikv.policy import SnapKV
