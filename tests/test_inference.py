@@ -137,6 +137,15 @@ def test_decoding_stops_at_any_of_the_stop_ids_and_does_not_yield_it():
     assert stopped == answer[: answer.index(stop)]
 
 
+def test_a_finished_row_of_a_batch_is_filled_with_its_stop_id_while_the_other_goes_on():
+    model, tokens = make_tiny_model(), make_prompt(30, batch=2)
+    first, second = generate(model, tokens, Full(), 10).tolist()
+    stop = next(token for place, token in enumerate(first) if place > 1 and token not in first[:place] + second)
+    ended = first.index(stop)
+    stopped = generate(model, tokens, Full(), 10, stop_ids=frozenset({stop})).tolist()
+    assert stopped == [first[:ended] + [stop] * (10 - ended), second]
+
+
 @pytest.mark.parametrize("new", [0, 1])
 def test_no_new_tokens_or_one(new):
     assert generate(make_tiny_model(), make_prompt(30), Full(), new).shape == (1, new)
