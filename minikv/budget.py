@@ -48,8 +48,8 @@ Budget = int | Share | Bytes
 
 
 def parse(text: str) -> Budget:
-    """A budget as typed: `256` (entries a layer), `3%` (of the prompt's entries, kept) or `2MB`, `2MiB`, `900kB`."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*(%|[kM]i?B)?\s*", text)
+    """A budget as typed: `256` (entries a layer), `3%` (of the prompt's entries, kept) or `2MB`, `1.5GiB`, `900kB`."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*(%|[kMG]i?B)?\s*", text)
     accepted = "accepted: entries a layer such as 256, a share kept such as 3%, or bytes such as 2MB"
     if not match:
         raise InputError(f"budget {text!r} is not understood; {accepted}")
@@ -57,8 +57,8 @@ def parse(text: str) -> Budget:
     if unit == "%":
         return Share(float(number) / 100)
     if unit:
-        scale = {"kB": 1000, "MB": 1000**2, "kiB": 1024, "MiB": 1024**2}[unit]
-        return Bytes(int(float(number) * scale))
+        base = 1024 if "i" in unit else 1000
+        return Bytes(int(float(number) * base ** ("kMG".index(unit[0]) + 1)))
     if "." in number:
         raise InputError(f"budget {text!r} is not a whole number of entries; {accepted}")
     return int(number)

@@ -47,7 +47,7 @@ def test_pyramid_of_one_layer_is_the_budget_itself():
 
 
 @pytest.mark.parametrize("text, expected", [("256", 256), ("3%", Share(0.03)), ("12.5 %", Share(0.125)), ("2MB", Bytes(2_000_000)),
-                                            ("1.5MiB", Bytes(1_572_864)), ("100%", Share(1.0))])  # fmt: skip
+                                            ("1.5MiB", Bytes(1_572_864)), ("1GB", Bytes(10**9)), ("3kiB", Bytes(3072)), ("100%", Share(1.0))])  # fmt: skip
 def test_budget_as_typed(text, expected):
     assert budget.parse(text) == expected
 
