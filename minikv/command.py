@@ -15,7 +15,6 @@ from pathlib import Path
 from minikv import policy
 from minikv.budget import parse
 from minikv.errors import InputError
-from minikv.files import write_json  # noqa: F401  the programs call it command.write_json
 from minikv.srh import Profile
 from minikv.weights import DEFAULT_MODEL
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from minikv import command
 from minikv.budget import PromptShape, parse
 from minikv.errors import InputError
+from minikv.files import write_json
 from minikv.haystack import DATA, read_text, with_question
 from minikv.inference import check_prompt, decode, pick, prefill_layer_by_layer
 from minikv.model import Llama
@@ -202,7 +203,7 @@ def main() -> None:
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "debug")}
         record = {"settings": settings, "versions": command.versions(), "prompt_tokens": len(prompt.ids)}
-        command.write_json(arguments.json, {**record, "answers": [asdict(answer) for answer in answers]})
+        write_json(arguments.json, {**record, "answers": [asdict(answer) for answer in answers]})
     print("\n" + table(answers))
     if policy.window and answers[-1].entries_kept < answers[-1].entries_of:
         seen = prompt.tail(policy.window)

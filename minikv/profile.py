@@ -21,6 +21,7 @@ from minikv.errors import InputError
 from minikv.evals.error_prompts import ErrorPrompt, add_error_arguments, error_sets
 from minikv.evals.journal import Journal, digest
 from minikv.evals.needle_cases import NeedleCase, add_needle_arguments, describe, describe_runs, needle_cases
+from minikv.files import write_json
 from minikv.haystack import recall
 from minikv.srh import Profile, fingerprint, rank_heads, strongest
 from minikv.weights import load
@@ -191,7 +192,7 @@ def main() -> None:
     seconds, drawn = time.perf_counter() - start, []
     if arguments.json:
         record = {"settings": profile.settings, "versions": profile.versions, "stability": profile.stability}
-        command.write_json(arguments.json, {**record, "seconds": seconds, "profile": str(output)})
+        write_json(arguments.json, {**record, "seconds": seconds, "profile": str(output)})
     if arguments.plots:
         from minikv.report.profile_plots import draw
 

@@ -20,6 +20,7 @@ from minikv.evals.journal import Journal, digest
 from minikv.evals.needle_cases import NeedleCase, add_needle_arguments, describe, describe_runs, needle_cases
 from minikv.evals.silencing import PARTS, masked_answers, prefill_before_last, rankings, sounding_heads
 from minikv.evals.statistics import bootstrap
+from minikv.files import write_json
 from minikv.haystack import contains, recall
 from minikv.model import Llama
 from minikv.srh import Profile, fingerprint
@@ -200,7 +201,7 @@ def main() -> None:
     settings |= of_all | describe(arguments, cases)
     record = {"settings": {**settings, "prompts": len(cases)}, "versions": command.versions(), "curves": points}
     if arguments.json:
-        command.write_json(arguments.json, {**record, "results": experiment.results})
+        write_json(arguments.json, {**record, "results": experiment.results})
     if arguments.plot:
         from minikv.report.masking_plot import draw
 

@@ -20,6 +20,7 @@ from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.evals.journal import Journal, digest
 from minikv.evals.ranks import Ranks
+from minikv.files import write_json
 from minikv.inference import check_prompt, compress, prefill_for
 from minikv.model import Llama, attend
 from minikv.policy import METHODS, Policy
@@ -242,7 +243,7 @@ def report(record: dict, arguments: Namespace, table: str, draw_scores: Callable
 def write(record: dict, arguments: Namespace, draw_scores: Callable[[dict, str], list[Path]]) -> list[Path]:
     """The record to --json and its pictures to --plot, where they were asked for; the pictures' files."""
     if arguments.json:
-        command.write_json(arguments.json, record)
+        write_json(arguments.json, record)
     return draw_scores(record, arguments.plot) if arguments.plot else []
 
 
