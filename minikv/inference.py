@@ -54,12 +54,14 @@ def check_prompt(model: Llama, tokens: Tensor, new_tokens: int = 0) -> None:
     """Refuse, before any long work, a prompt that is empty or does not fit the model's context with its answer."""
     if tokens.ndim != 2:
         raise InputError(f"tokens have the shape {list(tokens.shape)}; [batch, seq] is needed, all of one length")
-    length, limit = tokens.shape[1], model.config.max_positions
+    length = tokens.shape[1]
     if length == 0:
         raise InputError("the prompt is empty; at least one token is needed")
+    limit = model.config.context
     if length + new_tokens > limit:
+        name = "context" if limit == model.config.max_positions else "sliding window"
         answer = f" and {new_tokens} new tokens" if new_tokens else ""
-        raise InputError(f"the prompt's {length} tokens{answer} exceed the model's context of {limit}")
+        raise InputError(f"the prompt's {length} tokens{answer} exceed the model's {name} of {limit}")
 
 
 @torch.no_grad()

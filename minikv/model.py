@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from minikv.cache import KVCache, LayerCache
-from minikv.config import Config
+from minikv.config import Config, FrequencyFactors, LinearScaling, RopeScaling
 
 
 class RMSNorm(nn.Module):
@@ -44,15 +44,22 @@ def _rope_frequencies(config: Config, device: torch.device) -> Tensor:  # [head_
     """Angle in radians by which each pair of a head's dimensions turns from one position to the next."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is not None:
-        # Llama 3.1: a pair that turns more than high_freq_factor times within the original context is kept, one
-        # that turns less than low_freq_factor times is slowed by `factor`, and between them is a linear blend.
-        turns = frequencies * scaling.original_max_positions / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        frequencies = kept * frequencies + (1 - kept) * frequencies / scaling.factor
-    return frequencies.to(device)
+    return _scale(frequencies, config.rope_scaling).to(device)
+
+
+def _scale(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:  # [head_dim / 2]
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
+    if isinstance(scaling, FrequencyFactors):
+        return frequencies / torch.tensor(scaling.factors)
+    # Llama 3.1: a pair that turns more than high_freq_factor times within the original context is kept, one
+    # that turns less than low_freq_factor times is slowed by `factor`, and between them is a linear blend.
+    turns = scaling.original_max_positions / (2 * math.pi / frequencies)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 def rope_tables(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,10 +97,10 @@ class Attention(nn.Module):
         super().__init__()
         query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, seq, hidden] to queries [batch, heads, seq, dim] and keys, values [batch, kv_heads, seq, dim].

@@ -1,17 +1,20 @@
-"""Checkpoints in: a Hugging Face folder with safetensors to a model on the device where it runs.
+"""Checkpoints in: by folder, file or name to a model and its tokenizer, on the device where the model runs.
 
 Nothing that a checkpoint brings is executed: safetensors hold numbers only, and pickles (.bin, .pt) are not read.
 """
 
 from __future__ import annotations
 
-import sys
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
+from minikv.assemble import StoredTensor, assemble
 from minikv.config import Config
 from minikv.default_model import DEFAULT_MODEL, default_model_folder
 from minikv.errors import InputError
@@ -27,16 +30,33 @@ STORED = ("F64", "F32", "F16", "BF16")  # as safetensors call them; quantized we
 def load(
     name_or_path: str | Path = DEFAULT_MODEL, device: str = "auto", dtype: str = "auto"
 ) -> tuple[Llama, Tokenizer]:
-    """Load a model and its tokenizer from a checkpoint folder, or the default model by its name.
+    """Load a model and its tokenizer: a checkpoint folder, a GGUF file, org/name on the hub, or the default model.
 
-    device: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1, mps. dtype: auto (bfloat16 on CUDA, float32
-    elsewhere), float32, bfloat16, float16. Raises InputError for anything that is not there or not supported.
+    What is there as a folder or file is taken before a name on the hub. device: auto (CUDA, then MPS, then CPU), cpu,
+    cuda, cuda:1, mps. dtype: auto (bfloat16 on CUDA, float32 elsewhere), float32, bfloat16, float16. Raises
+    InputError for anything that is not there or not supported.
     """
     chosen = choose_device(device)
     weights_dtype = choose_dtype(dtype, chosen)
-    folder = default_model_folder() if str(name_or_path) == DEFAULT_MODEL else Path(name_or_path)
-    if not folder.is_dir():
-        raise InputError(f"no model {str(name_or_path)!r}; accepted: a checkpoint folder or {DEFAULT_MODEL}")
+    name, path = str(name_or_path), Path(name_or_path)
+    if name == DEFAULT_MODEL:
+        folder = default_model_folder()
+    elif path.is_dir():
+        folder = path
+    elif path.is_file() or path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise InputError(f"no GGUF file {name!r}")
+        from minikv.gguf_checkpoint import load_gguf  # needs gguf, which folders do not
+
+        return load_gguf(path, chosen, weights_dtype)
+    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        from minikv.hub import fetch  # needs huggingface_hub, which nothing else does
+
+        folder = fetch(name)
+    else:
+        raise InputError(
+            f"no model {name!r}; accepted: a checkpoint folder, a .gguf file, org/name on the hub, or {DEFAULT_MODEL}"
+        )
     return load_model(folder, chosen, weights_dtype), Tokenizer.from_folder(folder)
 
 
@@ -76,20 +96,13 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     if not config_file.is_file():
         raise InputError(f"{folder} has no config.json; a Hugging Face checkpoint folder is needed")
     config = Config.from_dict(read_json(config_file), source=str(config_file))
-    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-        model = Llama(config)
-    shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    weights: dict[str, torch.Tensor] = {}
-    with tqdm(total=len(shapes), desc="loading weights", delay=2, disable=not sys.stderr.isatty()) as progress:
-        for file in weight_files(folder):
-            _read_weights(file, shapes, config.tied_head, weights, device, dtype, progress)
-    missing = [name for name in shapes if name not in weights]
-    if missing:
-        hint = "; tie_word_embeddings is false" if missing == ["lm_head.weight"] else ""
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"the weights in {folder} lack {missing[0]}{more}{hint}")
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.eval().requires_grad_(False)
+    stored: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        for name, tensor in _stored_tensors(file).items():
+            if name in stored:
+                raise InputError(f"{file}: {name} is in another shard, too")
+            stored[name] = tensor
+    return assemble(config, stored, device, dtype, source=str(folder))
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -114,31 +127,28 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({folder / shard for shard in shards.values()})
 
 
-def _read_weights(
-    file: Path,
-    shapes: dict[str, tuple[int, ...]],
-    tied_head: bool,
-    weights: dict[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    progress: tqdm,
-) -> None:
-    """Add the tensors of one safetensors file to `weights`, each moved to where it is going to be used."""
+def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file's header says that it holds."""
+    stored = {}
+    with _open(file) as tensors:
+        for name in tensors.keys():
+            header = tensors.get_slice(name)
+            if header.get_dtype() not in STORED:
+                raise InputError(f"{file}: {name} is stored as {header.get_dtype()}; accepted: {', '.join(STORED)}")
+            stored[name] = StoredTensor(str(file), tuple(header.get_shape()), partial(_read_tensor, file, name))
+    return stored
+
+
+def _read_tensor(file: Path, name: str) -> torch.Tensor:
+    """One tensor, in the mapped file. The file is mapped anew for each: what was read of a mapping stays in memory."""
+    with _open(file) as tensors:
+        return tensors.get_tensor(name)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator:
     try:
-        with safe_open(file, framework="pt") as tensors:  # maps the file into memory
-            for name in tensors.keys():
-                if name.endswith("rotary_emb.inv_freq") or (tied_head and name == "lm_head.weight"):
-                    continue  # computed from the config; the same as the embeddings
-                if name not in shapes:
-                    raise InputError(f"{file}: {name} is not part of the model that config.json describes")
-                if name in weights:
-                    raise InputError(f"{file}: {name} is in another shard, too")
-                stored, shape = tensors.get_slice(name), list(shapes[name])
-                if stored.get_shape() != shape:
-                    raise InputError(f"{file}: {name} has shape {stored.get_shape()}; config.json says {shape}")
-                if stored.get_dtype() not in STORED:
-                    raise InputError(f"{file}: {name} is stored as {stored.get_dtype()}; accepted: {', '.join(STORED)}")
-                weights[name] = tensors.get_tensor(name).to(device, dtype)
-                progress.update()
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
     except (SafetensorError, OSError) as error:
         raise InputError(f"{file} is damaged or not a safetensors file: {error}") from error

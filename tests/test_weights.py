@@ -118,6 +118,33 @@ def test_a_tied_head_in_the_file_is_left_out(tmp_path):
     assert_same_weights(model, weights)
 
 
+def test_a_tied_head_in_the_file_that_differs_is_refused(tmp_path):
+    weights = random_weights(tie_word_embeddings=True)
+    duplicate = weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
+    message = refusal(write_checkpoint(tmp_path, duplicate, tie_word_embeddings=True))
+    assert "lm_head.weight is not model.embed_tokens.weight, though tie_word_embeddings is true" in message
+
+
+def test_shards_that_are_symbolic_links_load(tmp_path):
+    """As in the hub's cache, where snapshots link to ../../blobs."""
+    weights, blobs, folder = random_weights(), tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    folder.mkdir(parents=True)
+    write_shards(folder, weights)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    assert_same_weights(open_model(folder), weights)
+
+
+def test_a_model_outlives_its_file(tmp_path):
+    weights = random_weights()
+    model = open_model(write_checkpoint(tmp_path, weights))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))  # weights that lay in the mapped file would be 0 now
+    assert_same_weights(model, weights)
+
+
 def test_rotary_buffers_of_old_checkpoints_are_left_out(tmp_path):
     weights = random_weights()
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
@@ -131,6 +158,46 @@ def test_the_default_model_loads_by_name(default_folder):
     answer = [*tokenizer.encode("The capital of France is Paris."), 2]
     logits = model(torch.tensor([prompt + answer]))[0]
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+# --- where it is looked for ---
+
+
+def record_calls(monkeypatch, target: str) -> list:
+    """Put a function that does nothing in the place of another; its first arguments."""
+    calls = []
+
+    def stop(first, *others):
+        calls.append(first)
+        raise InputError("stopped")
+
+    monkeypatch.setattr(target, stop)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "MODEL.GGUF", "no-suffix"])
+def test_a_file_is_read_as_a_gguf(tmp_path, monkeypatch, name):
+    calls = record_calls(monkeypatch, "minikv.gguf_checkpoint.load_gguf")
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match="stopped"):
+        load(tmp_path / name, device="cpu")
+    assert calls == [tmp_path / name]
+
+
+def test_a_gguf_file_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="no GGUF file '.*model.GGUF'"):
+        load(tmp_path / "model.GGUF", device="cpu")
+
+
+def test_org_and_name_are_fetched_from_the_hub_unless_such_a_folder_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = record_calls(monkeypatch, "minikv.hub.fetch")
+    with pytest.raises(InputError, match="stopped"):
+        load("some-org/Some_Model-1.5", device="cpu")
+    (tmp_path / "org/name").mkdir(parents=True)
+    with pytest.raises(InputError, match="has no config.json"):
+        load("org/name", device="cpu")
+    assert calls == ["some-org/Some_Model-1.5"]
 
 
 # --- devices and dtypes ---
@@ -163,9 +230,12 @@ def test_an_unknown_dtype_is_named():
 # --- what is refused ---
 
 
-def test_a_missing_folder_is_named():
-    with pytest.raises(InputError, match="no model 'no/such/folder'.*smollm2-135m-instruct"):
-        load("no/such/folder", device="cpu")
+@pytest.mark.parametrize("name", ["no/such/folder", "../folder", "./folder", "org/", "/org/name", "folder"])
+def test_what_is_no_model_is_named_with_what_would_be_one(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    accepted = "a checkpoint folder, a .gguf file, org/name on the hub, or smollm2-135m-instruct"
+    with pytest.raises(InputError, match=f"no model '{name}'; accepted: {accepted}"):
+        load(name, device="cpu")
 
 
 def test_a_folder_without_config(tmp_path):
@@ -199,7 +269,7 @@ def test_a_tensor_that_is_left_over(tmp_path):
 
 def test_a_tensor_of_the_wrong_shape(tmp_path):
     weights = random_weights() | {QUERY: torch.zeros(16, 8)}
-    assert f"{QUERY} has shape [16, 8]; config.json says [16, 16]" in refusal(write_checkpoint(tmp_path, weights))
+    assert f"{QUERY} has shape [16, 8]; the config says [16, 16]" in refusal(write_checkpoint(tmp_path, weights))
 
 
 def test_a_quantized_tensor(tmp_path):

@@ -118,9 +118,9 @@ def experiment(arguments, group: Ranks) -> None:
     """Run or go on with the experiment; rank 0 reports."""
     records, protocols = read_examples(arguments)
     model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype)
-    arguments.max_length = arguments.max_length or model.config.max_positions
-    if arguments.max_length > model.config.max_positions:
-        raise InputError(f"--max-length {arguments.max_length} exceeds the model's context of {model.config.max_positions}")
+    arguments.max_length = arguments.max_length or model.config.context
+    if arguments.max_length > model.config.context:
+        raise InputError(f"--max-length {arguments.max_length} exceeds the model's context of {model.config.context}")
     pairs = sweep.make_pairs(model, arguments)
     for record in records:
         check_room(tokenizer, record, protocols[record.dataset], arguments.max_length)

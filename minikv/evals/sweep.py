@@ -164,7 +164,7 @@ def listed(name: str, words: list[str]) -> list[str]:
 
 def make_pairs(model: Llama, arguments: Namespace) -> list[Pair]:
     """Every method with every budget; the full cache, which has none, once. InputError for a budget too small for it."""
-    shape = PromptShape(model.config.layers, model.config.max_positions, model.new_layer_cache(1, 1).entry_bytes)
+    shape = PromptShape(model.config.layers, model.config.context, model.new_layer_cache(1, 1).entry_bytes)
     profile = functools.cache(functools.partial(command.load_profile, model, arguments.profile, arguments.model))
     pairs = []
     for method in arguments.methods:
