@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from jinja2 import TemplateError
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from minikv.errors import InputError
@@ -20,7 +21,10 @@ def read_chat_template(folder: Path, tokenizer_config: dict) -> str | None:
     """The template in chat_template.jinja, else the one in tokenizer_config.json, else None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InputError(f"{file} cannot be read as text: {error}") from error
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several by name, as in [{"name": "default", "template": "..."}, ...]
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -34,7 +38,7 @@ def render(template: str, messages: list[dict[str, str]], special_tokens: dict[s
     `special_tokens` are the names that templates use (bos_token, eos_token); `source` names the template in errors.
     Raises InputError where the template is malformed, refuses the messages, or reaches for Python internals.
     """
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -51,6 +55,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def unsafe_undefined(self, obj, attribute):
         # Jinja's own answer is a value that prints as nothing; a template that tries this is better not used.
         raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}, which is unsafe")
+
+
+class _Generation(Extension):
+    """The tag by which templates mark the assistant's own words for training; here it is just what is inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

@@ -45,7 +45,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="the default model or a Hugging Face checkpoint folder")
+    models = "the default model, a checkpoint folder, a GGUF file, or org/name on the hub"
+    parser.add_argument("--model", default=DEFAULT_MODEL, help=models)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps; auto takes CUDA, then MPS, then the CPU")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32")
 
@@ -163,8 +164,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def default_profile_path(model_name: str) -> Path:
-    """Where the profile of a model is kept: by the name of its folder."""
-    return PROFILES / f"{Path(model_name).resolve().name}.json"
+    """Where the profile of a model is kept: by the name of its folder, of its GGUF file, or on the hub."""
+    name = Path(model_name).resolve().name
+    return PROFILES / f"{name[:-5] if name.lower().endswith('.gguf') else name}.json"
 
 
 def load_profile(model, path: str | None, model_name: str) -> Profile:

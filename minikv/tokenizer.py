@@ -43,9 +43,9 @@ class Tokenizer:
     checkpoint wants that); `stop_ids` are all ids that end a turn; `vocab_size` counts the ids.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, source: str | None = None):
         settings = read_json(folder / "tokenizer_config.json")
-        self.folder = folder
+        self.folder, self.source = folder, source or str(folder)
         self._template = read_chat_template(folder, settings)
         self._vocabulary = _open_vocabulary(folder, settings, self._template or "")
         self._controls = {control.text: control for control in self._vocabulary.controls}
@@ -67,9 +67,12 @@ class Tokenizer:
         self.vocab_size: int = self._vocabulary.size
 
     @staticmethod
-    def from_folder(path: str | Path) -> Tokenizer:
-        """Open tokenizer.json, else tokenizer.model; InputError where neither is there or a file is broken."""
-        return Tokenizer(Path(path))
+    def from_folder(path: str | Path, source: str | None = None) -> Tokenizer:
+        """Open tokenizer.json, else tokenizer.model; InputError where neither is there or a file is broken.
+
+        `source` names the checkpoint in later errors, where it is not the folder.
+        """
+        return Tokenizer(Path(path), source)
 
     @property
     def has_chat_template(self) -> bool:
@@ -111,11 +114,11 @@ class Tokenizer:
         write is added where the checkpoint wants one. Raises InputError where there is no template or it fails.
         """
         if self._template is None:
-            raise InputError(f"{self.folder} has no chat template; give --no-chat to use the text as it is")
+            raise InputError(f"{self.source} has no chat template; give --no-chat to use the text as it is")
         disguise = {} if parse_special else self._disguise_for(text + (system or ""))
         turns = [("user", text)] if system is None else [("system", system), ("user", text)]
         messages = [{"role": role, "content": self._hide_markup(content, disguise)} for role, content in turns]
-        rendered = render(self._template, messages, self._special_texts, str(self.folder))
+        rendered = render(self._template, messages, self._special_texts, self.source)
         return self._with_bos(self._encode_markup(rendered, disguise))
 
     # Markup in the words of a user goes through the template in disguise: its first character is replaced by a
@@ -232,7 +235,10 @@ def _added_controls(folder: Path, settings: dict) -> list[Control]:
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"the added tokens of {folder} are malformed: {error!r}") from error
-    return list((older | newer).values())
+    for control in (added := list((older | newer).values())):
+        if type(control.id) is not int or control.id < 0 or not isinstance(control.text, str) or not control.text:
+            raise InputError(f"the added tokens of {folder} are malformed: {control.text!r} has id {control.id!r}")
+    return added
 
 
 def _special_texts(settings: dict) -> dict[str, str]:

@@ -5,7 +5,7 @@ Both classes offer the same to tokenizer.py, which knows no formats:
     controls                   the special tokens, which `encode` never makes out of text
     encode(text, at_start)     ids and, for each, its range of characters in the text
     spell(id)                  the bytes of text that an id stands for
-    size                       number of ids
+    size                       one more than the largest id
     default_bos, default_eos   the id that the file itself puts before a text, that it ends a text with, or None
     drops_first_space          whether a space is put before a text, and so has to go again from what is decoded
     starts_after_controls      whether text is still at the start where only special tokens went before
@@ -65,11 +65,12 @@ class TokenizersVocabulary:
             self._first.encode_special_tokens = self._later.encode_special_tokens = True
             self.default_bos = None
             if fields.get("post_processor") is not None:
-                whole = Tokenizer.from_str(json.dumps(fields)).encode("a")
+                with_post_processor = plain | {"post_processor": fields["post_processor"]}
+                whole = Tokenizer.from_str(json.dumps(with_post_processor)).encode("a")
                 self.default_bos = whole.ids[0] if whole.special_tokens_mask[:1] == [1] else None
         except Exception as error:  # tokenizers raises bare Exception
             raise InputError(f"{file} cannot be read by the tokenizers package: {error}") from error
-        self.size = self._first.get_vocab_size()
+        self.size = max(self._first.get_vocab().values(), default=-1) + 1
         self._piece_bytes, self.drops_first_space = _read_decoder(fields.get("decoder"), file)
 
     def encode(self, text: str, at_start: bool = True) -> tuple[list[int], list[Span]]:
@@ -147,11 +148,10 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 class SentencePieceVocabulary:
     """A tokenizer.model, read by the `sentencepiece` package.
 
-    A space is put before the text that begins a prompt, as the model was trained, and before no other: text after
+    A space is put before the text that begins a prompt, where the model was trained so, and before no other: text after
     a special token would come back with a space that was not there.
     """
 
-    drops_first_space = True
     starts_after_controls = True
 
     def __init__(self, file: Path, added: list[Control]):
@@ -166,6 +166,7 @@ class SentencePieceVocabulary:
             self._later = SentencePieceProcessor(model_proto=model + no_prefix)
         except (OSError, RuntimeError) as error:
             raise InputError(f"{file} is not a SentencePiece model: {error}") from error
+        self.drops_first_space = self._first.encode("a") != self._later.encode("a")
         pieces = range(self._first.get_piece_size())
         self._hidden = {id for id in pieces if self._first.is_control(id) or self._first.is_unknown(id)}
         added = [control for control in added if control.id not in pieces]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
+import sys
+import unicodedata
 
 import pytest
 import sentencepiece
@@ -12,46 +13,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
+from minikv import generate
 from minikv.errors import InputError
 from minikv.tokenizer import Tokenizer
-
-AWKWARD = [
-    "",
-    " ",
-    " hello",
-    "  two  spaces\n\tx",
-    "    8 spaces",
-    "x != y, hello ! and the word 'social'",
-    "Hello 🦙 家 café  two",
-    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200d",
-    "def f(x):\n\treturn x**2  # 10%\r\n\n\n",
-    "مرحبا بالعالم שלום",
-    "\x00\x01\x1b[0m\x7f",
-    "12345 3.14 ٣ ½",
-    "say <|im_end|> and <s> please</s>",
-    "\ufdd0 \ufffd \uffff",
-]
-SAMPLE = 20 * ["the quick brown fox  jumps over the lazy dog", "hello world this is two  spaces", "she sells shells"]
-
+from tiny_checkpoint import write_checkpoint
+from tokenizer_files import AWKWARD, chat_folder, family_folder, train_sentencepiece, words_folder, write_json
 
 @pytest.fixture(scope="session")
 def smollm(default_folder) -> Tokenizer:
     return Tokenizer.from_folder(default_folder)
-
-
-def train_sentencepiece(file, **options) -> None:
-    """A tiny SentencePiece vocabulary: unk 0, bos 1, eos 2, 256 bytes, 61 pieces."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SAMPLE),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=320,
-        byte_fallback=True,
-        minloglevel=2,
-        **options,
-    )
-    file.write_bytes(model.getvalue())
 
 
 @pytest.fixture(scope="session")
@@ -69,25 +39,10 @@ def spm(spm_folder) -> Tokenizer:
     return Tokenizer.from_folder(spm_folder)
 
 
-def write_json(file, fields) -> None:
-    file.write_text(json.dumps(fields))
-
-
-def words_folder(folder, settings=None, **json_parts):
-    """A tokenizer.json that knows <s> = 0, </s> = 1 and the 256 bytes; `json_parts` replace parts of it."""
-    alphabet = {char: 2 + i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = RawTokenizer(models.BPE({"<s>": 0, "</s>": 1, **alphabet}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    folder.mkdir(exist_ok=True)
-    write_json(folder / "tokenizer.json", json.loads(tokenizer.to_str()) | json_parts)
-    write_json(folder / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>"} | (settings or {}))
-    return folder
-
-
-def chat_folder(folder, template: str, **settings):
-    return words_folder(folder, {"chat_template": template, **settings})
+@pytest.fixture(scope="session", params=["llama3", "qwen2", "metaspace", "prepend"])
+def family(request, tmp_path_factory) -> tuple[str, Tokenizer]:
+    folder = family_folder(tmp_path_factory.mktemp(request.param), request.param, ["<s>", "</s>"])
+    return request.param, Tokenizer.from_folder(folder)
 
 
 # --- the default model: ids worked out from its own vocabulary ---
@@ -185,6 +140,44 @@ def test_an_added_start_token_spells_nothing(tmp_path):
     assert prompt.text == "a"
 
 
+# --- SentencePiece: the ids of its own package ---
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_sentencepiece_ids_are_those_of_its_own_package(spm, spm_folder, text):
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(spm_folder / "tokenizer.model"))
+    assert spm.encode(text) == processor.encode(text)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_a_unigram_model_normalizes_as_its_own_package_does(tmp_path, text):
+    train_sentencepiece(tmp_path / "tokenizer.model", model_type="unigram", normalization_rule_name="nmt_nfkc")
+    ours = Tokenizer.from_folder(tmp_path)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert ours.encode(text) == processor.encode(text)
+    assert ours.decode(ours.encode(text)) == processor.normalize(text).replace("▁", " ").removeprefix(" ")
+
+
+def test_an_emoji_and_a_file_ending_come_in_the_pieces_of_llama_2(tmp_path):
+    sample = 20 * ["This is x.cpp", "is This .cpp"]
+    options = {"normalization_rule_name": "identity", "sentence_iterator": iter(sample)}
+    train_sentencepiece(tmp_path / "tokenizer.model", **options)
+    ours = Tokenizer.from_folder(tmp_path)
+    ids = ours.raw_prompt("This is 🦙.cpp").ids
+    assert [ours.spell(id) for id in ids] == [
+        b"", b" This", b" is", b" ", b"\xf0", b"\x9f", b"\xa6", b"\x99", b".", b"cpp"
+    ]  # fmt: skip
+    assert ids[0] == 1 and ids[4:8] == [243, 162, 169, 156]  # the ids that Llama 2 has, too
+
+
+def test_a_model_without_a_dummy_prefix_keeps_the_first_space(tmp_path):
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
+    train_sentencepiece(tmp_path / "tokenizer.model", **options)
+    ours = Tokenizer.from_folder(tmp_path)
+    for text in ["hello", " hello", "  hello"]:
+        assert ours.decode(ours.encode(text)) == text
+
+
 # --- start tokens ---
 
 
@@ -222,6 +215,23 @@ def test_every_end_of_turn_id_stops(tmp_path, place, eos, stops):
     assert Tokenizer.from_folder(tmp_path).stop_ids == stops
 
 
+@pytest.mark.parametrize("eos", [258, -1, [2, 1000], "2", True, 2.0, [[2]]])
+def test_an_end_of_turn_id_that_is_none_is_refused(tmp_path, eos):
+    write_json(words_folder(tmp_path) / "generation_config.json", {"eos_token_id": eos})
+    with pytest.raises(InputError, match="generation_config.json: eos_token_id holds .*; ids from 0 to 257 are needed"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_ids_may_have_gaps(tmp_path):
+    folder = words_folder(tmp_path)
+    fields = json.loads((folder / "tokenizer.json").read_text())
+    fields["model"]["vocab"]["end"] = 999
+    write_json(folder / "tokenizer.json", fields)
+    write_json(folder / "generation_config.json", {"eos_token_id": 999})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.vocab_size == 1000 and 999 in tokenizer.stop_ids
+
+
 def test_sentencepiece_stops_at_its_own_end_of_sentence(spm):
     assert spm.stop_ids == {2}
 
@@ -235,6 +245,54 @@ def test_text_survives_encode_and_decode(kind, text, request):
     tokenizer = request.getfixturevalue(kind)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.raw_prompt(text).ids) == text
+
+
+# The default model's vocabulary has no token for the first bytes of the planes 4 to 11, which hold no characters yet,
+# nor for six control characters.
+UNSPELLED = "\x04\x06\x13\x14\x16\x1d"
+
+
+@given(st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"], exclude_characters=UNSPELLED)))
+def test_any_text_survives_the_default_model(smollm, text):
+    assert smollm.decode(smollm.encode(text)) == text
+
+
+@pytest.mark.parametrize("character", UNSPELLED)
+def test_what_the_default_models_vocabulary_lacks_is_left_out(smollm, character):
+    assert smollm.encode(f"a{character}b") == smollm.encode("a") + smollm.encode("b")
+
+
+@given(st.text())
+def test_any_text_survives_byte_fallback(spm, text):
+    assert spm.decode(spm.encode(text)) == text
+
+
+def as_it_returns(kind: str, text: str) -> str:
+    """What a tokenizer of this family makes of `text` on the way, as its file says."""
+    if kind == "qwen2":
+        return unicodedata.normalize("NFC", text)
+    if kind == "metaspace":  # it puts a space before a text, but not before a space: so " a" and "a" are the same ids
+        return text.removeprefix(" ")
+    return text
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_text_survives_in_every_family(family, text):
+    kind, tokenizer = family
+    assert tokenizer.decode(tokenizer.encode(text)) == as_it_returns(kind, text)
+
+
+@given(text=st.text())
+def test_any_text_survives_in_every_family(family, text):
+    kind, tokenizer = family
+    assert tokenizer.decode(tokenizer.encode(text)) == as_it_returns(kind, text)
+
+
+@pytest.mark.parametrize("text", ["x != y", "hello !", "the word 'social'"])
+def test_the_english_clean_up_flag_of_llama_3_files_is_not_obeyed(tmp_path, text):
+    folder = family_folder(tmp_path, "llama3", ["<s>", "</s>"], clean_up_tokenization_spaces=True)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_text_after_a_special_token_gets_no_space(spm, smollm):
@@ -258,19 +316,23 @@ def test_text_is_streamed_as_soon_as_it_is_final(smollm):
     assert [stream.put(id) for id in smollm.encode("a🦙b")] == ["a", "", "", "🦙", "b"]
 
 
-@pytest.mark.parametrize("count, tail", [(1, "\ufffd"), (2, "\ufffd")])
-def test_stopping_in_mid_character_finishes(smollm, count, tail):
-    stream = smollm.stream()
-    pieces = [stream.put(id) for id in smollm.encode("🦙")[:count]]
-    assert "\ufffd" not in "".join(pieces)
-    assert stream.end() == tail
+@pytest.mark.parametrize("kind", ["smollm", "spm"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_stopping_in_mid_character_finishes(kind, count, request):
+    tokenizer = request.getfixturevalue(kind)
+    stream = tokenizer.stream()
+    ids = [id for id in tokenizer.encode("🦙") if tokenizer.spell(id) != b" "]
+    assert [stream.put(id) for id in ids[:count]] == [""] * count
+    assert stream.end() == "\ufffd"
 
 
-def test_a_lone_continuation_byte_does_not_hold_up_later_text(spm):
-    byte_80 = 3 + 0x80
-    stream = spm.stream()
-    text = "".join([stream.put(byte_80), *map(stream.put, spm.encode("hello")), stream.end()])
-    assert text == "\ufffd hello"
+@pytest.mark.parametrize("kind, later", [("smollm", "hello"), ("spm", " hello")])
+def test_a_lone_continuation_byte_does_not_hold_up_later_text(kind, later, request):
+    tokenizer = request.getfixturevalue(kind)
+    byte_80 = next(id for id in range(tokenizer.vocab_size) if tokenizer.spell(id) == b"\x80")
+    stream = tokenizer.stream()
+    text = "".join([stream.put(byte_80), *map(stream.put, tokenizer.encode("hello")), stream.end()])
+    assert text == "\ufffd" + later
 
 
 @given(st.lists(st.integers(0, 330), max_size=40))
@@ -351,6 +413,14 @@ def test_a_truncation_in_the_file_is_ignored(tmp_path):
     assert len(Tokenizer.from_folder(words_folder(tmp_path, truncation=truncation)).encode("abcdef")) == 6
 
 
+def test_padding_in_the_file_is_no_start_token(tmp_path):
+    padding = {"strategy": {"Fixed": 8}, "direction": "Left", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "</s>"}
+    part = json.loads(processors.ByteLevel(trim_offsets=False).__getstate__())
+    folder = words_folder(tmp_path, padding=padding, post_processor=part)
+    assert len(Tokenizer.from_folder(folder).raw_prompt("a").ids) == 1
+
+
 # --- chat templates ---
 
 
@@ -363,6 +433,13 @@ def test_a_truncation_in_the_file_is_ignored(tmp_path):
         ("{{ '{0.__class__}'.format(messages) }}", "unsafe"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages|attr('__class__') }}", "unsafe"),
+        ("{{ dict.mro() }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{{ raise_exception.__globals__ }}", "unsafe"),
+        ("{{ messages.append(messages) }}", "unsafe"),
+        ("{% include 'tokenizer.json' %}", "no loader"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
         ("{{ no_such_function() }}", "no_such_function"),
         ("{{ 1 / 0 }}", "zero"),
     ],
@@ -381,6 +458,11 @@ def test_templates_get_the_functions_that_they_expect(tmp_path):
     )
     prompt = Tokenizer.from_folder(chat_folder(tmp_path, template)).chat_prompt("<é>")
     assert prompt.text == '{"role": "user", "content": "<é>"}%'
+
+
+def test_words_that_a_template_marks_for_training_are_written(tmp_path):
+    template = "{% generation %}{{ messages[0].content }}{% endgeneration %}."
+    assert Tokenizer.from_folder(chat_folder(tmp_path, template)).chat_prompt("a").text == "a."
 
 
 def test_a_template_file_goes_before_the_one_in_the_settings(tmp_path):
@@ -417,6 +499,42 @@ def test_a_broken_tokenizer_file_is_named(tmp_path, name, content):
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json", "generation_config.json"])
+@pytest.mark.parametrize("content", ["[]", "garbage", "\ufeff{}", ""])
+def test_a_broken_file_beside_the_tokenizer_is_named(tmp_path, name, content):
+    (words_folder(tmp_path) / name).write_text(content)
+    with pytest.raises(InputError, match=name):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("name, content", [
+    ("added_tokens.json", {"<x>": "320"}),
+    ("added_tokens.json", {"<x>": -1}),
+    ("added_tokens.json", {"": 320}),
+    ("tokenizer_config.json", {"added_tokens_decoder": [{"content": "<x>"}]}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"320": "<x>"}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"320": {"content": 7}}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"320": {}}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<x>"}}}),
+])  # fmt: skip
+def test_malformed_added_tokens_are_refused(tmp_path, spm_folder, name, content):
+    (tmp_path / "tokenizer.model").write_bytes((spm_folder / "tokenizer.model").read_bytes())
+    write_json(tmp_path / name, content)
+    with pytest.raises(InputError, match=f"the added tokens of {tmp_path} are malformed"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_malformed_added_tokens_of_a_tokenizer_json_are_refused(tmp_path):
+    with pytest.raises(InputError, match="tokenizer.json cannot be read"):
+        Tokenizer.from_folder(words_folder(tmp_path, added_tokens=[{"id": 3}]))
+
+
+def test_a_template_file_that_is_no_text_is_named(tmp_path):
+    (words_folder(tmp_path) / "chat_template.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(InputError, match="chat_template.jinja cannot be read as text"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_an_unknown_decoder_is_named(tmp_path):
     folder = words_folder(tmp_path, decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})
     with pytest.raises(InputError, match="WordPiece"):
@@ -427,3 +545,31 @@ def test_an_unknown_decoder_is_named(tmp_path):
 def test_half_a_surrogate_pair_is_refused(kind, request):
     with pytest.raises(InputError, match="not valid Unicode"):
         request.getfixturevalue(kind).raw_prompt("a\ud800")
+
+
+# --- on the command line ---
+
+
+def prompt_tokens(monkeypatch, folder, *options: str) -> int:
+    """How many tokens minikv.generate makes of these options' prompt."""
+    record = folder / "record.json"
+    command = ["generate", "--model", str(folder), "--policy", "full", "--max-new-tokens", "1", "--json", str(record)]
+    monkeypatch.setattr(sys, "argv", [*command, *options])
+    generate.main()
+    return json.loads(record.read_text())["prompt_tokens"]
+
+
+def test_control_tokens_in_a_prompt_are_parsed_only_when_the_command_line_says_so(monkeypatch, tmp_path):
+    prompt = ["--no-chat", "--prompt", "<|end|>"]
+    tokenizer = Tokenizer.from_folder(write_checkpoint(tmp_path))
+    assert prompt_tokens(monkeypatch, tmp_path, *prompt) == len(tokenizer.encode("<|end|>")) > 1
+    assert prompt_tokens(monkeypatch, tmp_path, *prompt, "--parse-special") == 1
+
+
+def test_a_checkpoint_without_a_template_needs_no_chat_on_the_command_line(monkeypatch, tmp_path):
+    write_checkpoint(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    write_json(tmp_path / "tokenizer_config.json", settings | {"chat_template": None})
+    with pytest.raises(InputError, match="no chat template; give --no-chat"):
+        prompt_tokens(monkeypatch, tmp_path, "--prompt", "a b c")
+    assert prompt_tokens(monkeypatch, tmp_path, "--prompt", "a b c", "--no-chat") >= 3
