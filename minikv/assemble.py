@@ -39,6 +39,9 @@ def assemble(
     `source` names the checkpoint in errors. Raises InputError, naming file and tensor, where the two do not fit
     together exactly. The head of a tied model may be stored, too, if it is the same as the embeddings.
     """
+    if config.layers > len(stored):  # said before so many layers are made, which a slip in a config can take hours for
+        found = f"{len(stored)} tensors; the config's {config.layers} layers have more"
+        raise InputError(f"the weights in {source} are {found}")
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
         model = Llama(config)
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}

@@ -255,6 +255,12 @@ def test_a_missing_tensor(tmp_path):
     assert f"lack {QUERY}" in refusal(write_checkpoint(tmp_path, weights))
 
 
+def test_more_layers_than_tensors_are_refused_before_they_are_made(tmp_path):
+    folder = write_checkpoint(tmp_path, random_weights())
+    write_config(folder, num_hidden_layers=2_000_000_000)
+    assert "are 21 tensors; the config's 2000000000 layers have more" in refusal(folder)
+
+
 def test_an_untied_model_without_a_head(tmp_path):
     weights = random_weights(tie_word_embeddings=True)
     message = refusal(write_checkpoint(tmp_path, weights, tie_word_embeddings=False))
