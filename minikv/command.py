@@ -52,7 +52,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", default="compresskv", help=f"the method: {', '.join(policy.METHODS)}")
+    parser.add_argument("--policy", default="compresskv", help=f"the method: {', '.join(policy.METHODS)}, {changes_help}")
     parser.add_argument("--budget", default="12%", help=budget_help)
     add_selection_arguments(parser)
 
@@ -65,24 +65,51 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", help="compresskv: the model's profile; default: weights/profiles/MODEL.json")
 
 
+changes_help = "or with changes of its own as in compresskv:window=16:kernel=21"
 budget_help = (
     "what is kept of the prompt, as a mean over the layers: entries a layer (256), a share of the prompt's entries that"
     " is kept (3%%), or bytes of all keys and values (2MB)"
 )
 
 
-def make_policy(name: str, arguments, profile: Callable[[], Profile]) -> policy.Policy:
-    """The policy called `name` with the arguments that it knows; `profile` is called where it needs one."""
-    if name not in policy.METHODS:
-        raise InputError(f"policy {name!r} is unknown; accepted: {', '.join(policy.METHODS)}")
-    method = policy.METHODS[name]
+def make_policy(spec: str, arguments, profile: Callable[[], Profile]) -> policy.Policy:
+    """The policy that `spec` asks for, a method's name and changes of its own: `compresskv:window=16:kernel=21`.
+
+    Options that are not changed there come from the arguments; `profile` is called where the method needs one.
+    """
+    method, changes = read_spec(spec)
     known = {field.name for field in dataclasses.fields(method)}
     options = {key: getattr(arguments, key) for key in ("window", "kernel", "heads") if key in known}
     if "budget" in known:
         options["budget"] = parse(arguments.budget)
     if "profile" in known:
         options["profile"] = profile()
-    return method(**options)
+    return method(**options | changes)
+
+
+def read_spec(spec: str) -> tuple[type[policy.Policy], dict]:
+    """The method and the changed options of a `name:option=value:option=value`."""
+    name, *changes = spec.split(":")
+    if name not in policy.METHODS:
+        raise InputError(f"method {name!r} is unknown; accepted: {', '.join(policy.METHODS)}")
+    method, options = policy.METHODS[name], {}
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(method)}
+    kinds = {key: kind for key, kind in kinds.items() if kind in (int, float, bool)}
+    for change in changes:
+        key, _, text = change.partition("=")
+        if key not in kinds:
+            accepted = ", ".join(f"{known}={kind.__name__}" for known, kind in kinds.items()) or "no option"
+            raise InputError(f"method {spec!r}: {name} has no option {key!r}; accepted: {accepted}")
+        options[key] = _option(spec, key, text, kinds[key])
+    return method, options
+
+
+def _option(spec: str, key: str, text: str, kind: type) -> int | float | bool:
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        accepted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise InputError(f"method {spec!r}: {key} is {text!r}; accepted: {accepted}") from None
 
 
 def positive(text: str) -> int:

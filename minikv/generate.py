@@ -175,7 +175,8 @@ def main() -> None:
     arguments = parse_arguments()
     demonstration = arguments.prompt is None and arguments.file is None
     text, question = read_prompt(arguments)
-    parse(arguments.budget)  # a slip here is told before the model is loaded
+    parse(arguments.budget)  # a slip here, or in the method, is told before the model is loaded
+    command.read_spec(arguments.policy)
     model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
     profile = partial(command.load_profile, model, arguments.profile, arguments.model)
     policy = command.make_policy(arguments.policy, arguments, profile)

@@ -18,7 +18,7 @@ from minikv.budget import PromptShape
 from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.model import Llama, attend
-from minikv.policy import Policy
+from minikv.policy_base import Policy, check_positions
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,8 @@ def compress(prefill: Prefill, policy: Policy, reserve: int = 256) -> KVCache:
     The prefill stays as it was. Raises InputError when the policy needs what the prefill did not keep, such as a
     wider window.
     """
-    layers = []
-    for layer, budget in enumerate(policy.budgets(prefill)):
-        positions = check_positions(policy.choose(prefill, layer, budget), layer, budget)
-        layers.append(prefill.cache[layer].keep(positions, reserve))
-    return KVCache(layers)
-
-
-def check_positions(positions: Tensor, layer: int, budget: int) -> Tensor:
-    """What a policy chose for a layer, if it keeps to its own budget; else ValueError."""
-    if positions.shape[2] != budget:
-        raise ValueError(f"layer {layer}: the policy chose {positions.shape[2]} positions for a budget of {budget}")
-    return positions
+    chosen = zip(prefill.cache.layers, policy.choose(prefill), strict=True)
+    return KVCache([cache.keep(positions, reserve) for cache, positions in chosen])
 
 
 @torch.no_grad()

@@ -237,10 +237,11 @@ class H2O(Policy):
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         return self._keep(scores.column_sums(queries, keys), layer, budget)
 
-    def choose(self, prefill: Prefill, layer: int, budget: int) -> Tensor:
+    def choose(self, prefill: Prefill) -> list[Tensor]:
         if prefill.column_sums is None:
             raise InputError("H2O needs the attention of all prompt tokens: prefill(..., column_sums=True)")
-        return self._keep(prefill.column_sums[layer], layer, budget)
+        budgets = self.budgets(prefill)
+        return [self._keep(sums, layer, budgets[layer]) for layer, sums in enumerate(prefill.column_sums)]
 
     def _keep(self, sums: Tensor, layer: int, budget: int) -> Tensor:  # sums [batch, kv_heads, seq]
         recent = budget - budget // 2

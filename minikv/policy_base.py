@@ -42,9 +42,21 @@ class Policy(ABC):
         rotated. Methods that keep the same positions for all KV heads still list them for each.
         """
 
-    def choose(self, prefill: Prefill, layer: int, budget: int) -> Tensor:
-        """`select` for one layer of a prefill. Overridden where the prefill holds a better summary than queries."""
-        return self.select(layer, prefill.last_queries(layer, self.window), prefill.cache[layer].keys, budget)
+    def choose(self, prefill: Prefill) -> list[Tensor]:
+        """`select` for every layer of a prefill. Overridden where layers choose together, or the prefill holds a better
+        summary than queries."""
+        chosen = []
+        for layer, budget in enumerate(self.budgets(prefill)):
+            queries, keys = prefill.last_queries(layer, self.window), prefill.cache[layer].keys
+            chosen.append(check_positions(self.select(layer, queries, keys, budget), layer, budget))
+        return chosen
+
+
+def check_positions(positions: Tensor, layer: int, budget: int) -> Tensor:
+    """What a policy chose for a layer, if it keeps to its own budget; else ValueError."""
+    if positions.shape[2] != budget:
+        raise ValueError(f"layer {layer}: the policy chose {positions.shape[2]} positions for a budget of {budget}")
+    return positions
 
 
 class WindowPolicy(Policy):

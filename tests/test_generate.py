@@ -34,7 +34,7 @@ def refused(*arguments, stdin=None) -> str:
     (["--file", "tests"], "tests: Is a directory"),
     (["--prompt", ""], "the prompt is empty"),
     (["--prompt", "  \n "], "the prompt is empty"),
-    (["--policy", "magic"], "policy 'magic' is unknown; accepted: full, streamingllm, snapkv"),
+    (["--policy", "magic"], "method 'magic' is unknown; accepted: full, streamingllm, snapkv"),
     (["--device", "tpu"], "tpu"),
     (["--dtype", "int8"], "int8"),
     (["--budget", "lots"], "budget 'lots' is not understood"),

@@ -12,8 +12,8 @@ import torch
 
 from minikv import command
 from minikv.errors import InputError
+from minikv.report import eval_plots, masking_plot, profile_plots
 from minikv.report import figure as figures
-from minikv.report import masking_plot, profile_plots
 from minikv.srh import Profile, rank_heads
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -152,3 +152,11 @@ def test_lines_differ_in_more_than_colour():
     looks = figures.LOOKS
     assert len({look["color"] for look in looks}) == len({look["marker"] for look in looks}) == len(looks)
     assert len({json.dumps([look["marker"], look["linestyle"]]) for look in looks}) == len(looks)
+
+
+def test_a_method_with_changes_has_a_title_and_a_look_of_its_own():
+    specs = ["full", "snapkv", "compresskv", "compresskv:window=16", "compresskv:window=16:layer_budgets=false"]
+    looks = eval_plots.looks([{"method": spec} for spec in specs])
+    assert [looks[spec] for spec in specs[:3]] == specs[:3]
+    assert len(set(looks.values())) == len(specs)
+    assert eval_plots.title(specs[-1]) == "CompressKV, window 16, layer budgets false"

@@ -144,6 +144,11 @@ def test_methods_and_budgets_may_be_listed_with_commas_or_spaces():
         ({"methods": ["snap"]}, "'snap' is unknown; accepted: full,"),
         ({"methods": [","]}, "--methods lists nothing"),
         ({"budgets": ["3 per"]}, "'3 per'"),
+        ({"methods": ["snapkv:heads=2"]}, "snapkv has no option 'heads'; accepted: window=int, kernel=int"),
+        ({"methods": ["full:window=2"]}, "full has no option 'window'; accepted: no option"),
+        ({"methods": ["snapkv:kernel"]}, "kernel is ''; accepted: a whole number"),
+        ({"methods": ["cake:gamma=much"]}, "gamma is 'much'; accepted: a number"),
+        ({"methods": ["compresskv:layer_budgets=0"]}, "layer_budgets is '0'; accepted: true or false"),
     ],
 )
 def test_a_slip_is_told_before_anything_is_loaded(options, message):
@@ -156,6 +161,14 @@ def test_every_method_meets_every_budget_and_the_full_cache_none(model):
     names = ["streamingllm 3%", "streamingllm 64", "full", "snapkv 3%", "snapkv 64"]
     assert [pair.name for pair in pairs] == names
     assert pairs[-1].policy == policy.SnapKV(64, window=4)
+
+
+def test_a_method_may_be_listed_again_with_changes_of_its_own(model):
+    methods = ["snapkv", "snapkv:window=16:kernel=21", "cake:gamma=0.5"]
+    pairs = sweep.make_pairs(model, asked(methods=methods, budgets=["64"], window=4))
+    assert [pair.name for pair in pairs] == ["snapkv 64", "snapkv:window=16:kernel=21 64", "cake:gamma=0.5 64"]
+    expected = [policy.SnapKV(64, 4), policy.SnapKV(64, 16, 21), policy.Cake(64, 4, gamma=0.5)]
+    assert [pair.policy for pair in pairs] == expected
 
 
 @pytest.mark.parametrize("budget, message", [("8", "at least 9"), ("2kB", "bytes is"), ("1", "at least")])

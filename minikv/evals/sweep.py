@@ -130,7 +130,7 @@ def _step(model: Llama, caches: list[KVCache], tokens: Tensor) -> Tensor:
 
 
 def add_arguments(parser: command.Parser, max_new_tokens: int | None) -> None:
-    methods = f"some of {', '.join(METHODS)}"
+    methods = f"some of {', '.join(METHODS)}, {command.changes_help}"
     parser.add_argument("--methods", nargs="+", default=list(SIX), metavar="METHOD", help=methods)
     parser.add_argument("--budgets", nargs="+", default=["3%", "6%", "12%", "25%"], help=command.budget_help)
     command.add_selection_arguments(parser)
@@ -148,8 +148,7 @@ def check_arguments(arguments: Namespace) -> None:
     for name in ("methods", "budgets"):
         setattr(arguments, name, listed(name, getattr(arguments, name)))
     for method in arguments.methods:
-        if method not in METHODS:
-            raise InputError(f"method {method!r} is unknown; accepted: {', '.join(METHODS)}")
+        command.read_spec(method)
     for budget in arguments.budgets:
         parse(budget)
 

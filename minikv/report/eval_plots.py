@@ -5,6 +5,7 @@ Methods differ in colour, marker, line and hatching, so that the pictures can be
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -33,6 +34,19 @@ TITLE = {
     "h2o": "H2O",
     "compresskv": "CompressKV",
 }
+
+
+def title(spec: str) -> str:
+    """`compresskv:window=16` as people read it."""
+    name, *changes = spec.split(":")
+    return ", ".join([TITLE[name], *(change.replace("=", " ").replace("_", " ") for change in changes)])
+
+
+def looks(rows: list[dict]) -> dict[str, str]:
+    """For the method of each row the one whose look it has: its own, or with changed options one that no other has."""
+    specs = list(dict.fromkeys(row["method"] for row in rows))
+    free = itertools.cycle([name for name in LOOK if name not in specs] or LOOK)
+    return {spec: spec if spec in LOOK else next(free) for spec in specs}
 
 
 def draw_niah(record: dict, path: str | Path) -> list[Path]:
@@ -84,7 +98,7 @@ def _map(axes: Axes, row: dict):
                 shade = "black" if value > 0.5 else "white"
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6, color=shade)
     budget = f", {row['budget']}" if row["budget"] else ""
-    axes.set_title(f"{TITLE[row['method']]}{budget}\nmean {row['recall']:.3f}, keeps {row['kept']:.1%}", fontsize=8)
+    axes.set_title(f"{title(row['method'])}{budget}\nmean {row['recall']:.3f}, keeps {row['kept']:.1%}", fontsize=8)
     return image
 
 
@@ -95,17 +109,17 @@ def _thousands(length: str) -> str:
 def _niah_budgets(record: dict) -> Figure:
     """Recall against what was kept, a line for each method, the full cache as a level."""
     figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
-    methods = dict.fromkeys(row["method"] for row in record["scores"])
-    for place, method in enumerate(methods):
+    methods = looks(record["scores"])
+    for place, (method, name) in enumerate(methods.items()):
         rows = sorted((row for row in record["scores"] if row["method"] == method), key=lambda row: row["kept"])
-        look = LOOK[method]
+        look = LOOK[name]
         if method == "full":
-            axes.axhline(rows[0]["recall"], label=f"{TITLE[method]} (100 % kept)", color=look["color"], linewidth=1.5)
+            axes.axhline(rows[0]["recall"], label=f"{title(method)} (100 % kept)", color=look["color"], linewidth=1.5)
             continue
         apart = 1.012 ** (place - len(methods) / 2)  # so that the intervals of equal budgets do not hide each other
         shares, recalls = [100 * row["kept"] * apart for row in rows], [row["recall"] for row in rows]
         ends = [[abs(row["recall_interval"][end] - row["recall"]) for row in rows] for end in (0, 1)]
-        axes.errorbar(shares, recalls, ends, label=TITLE[method], capsize=2, elinewidth=0.7, markersize=5, **look)
+        axes.errorbar(shares, recalls, ends, label=title(method), capsize=2, elinewidth=0.7, markersize=5, **look)
     _share_axis(axes, _mean_shares(record["scores"]))
     axes.set_ylabel("recall of the answer's words (ROUGE-1)")
     axes.set_ylim(-0.03, 1.03)
@@ -152,12 +166,13 @@ def _bars(axes: Axes, rows: list[dict]) -> None:
     """The groups and the mean of some methods side by side."""
     names = [*rows[0]["groups"], "mean"]
     width = 0.85 / len(rows)
+    methods = looks(rows)
     for place, row in enumerate(rows):
         values = [*row["groups"].values(), row["mean"]]
         left = [group + (place - (len(rows) - 1) / 2) * width for group in range(len(names))]
-        method = row["method"]
-        look = {"facecolor": LOOK[method]["color"], "hatch": HATCH[method], "edgecolor": "white", "linewidth": 0.3}
-        axes.bar(left, values, width, label=TITLE[method], **look)
+        name = methods[row["method"]]
+        look = {"facecolor": LOOK[name]["color"], "hatch": HATCH[name], "edgecolor": "white", "linewidth": 0.3}
+        axes.bar(left, values, width, label=title(row["method"]), **look)
         for x, value in zip(left, values):
             axes.text(x, value, f"{value:.0f}", ha="center", va="bottom", fontsize=5.5)
     axes.axvline(len(names) - 1.5, color="grey", linewidth=0.8)
@@ -175,9 +190,10 @@ def draw_fidelity(record: dict, path: str | Path) -> list[Path]:
     _fidelity_curves(agreement, record["rows"], "agreement", "top-1 agreement with the full cache")
     budgets = list(dict.fromkeys(row["budget"] for row in record["rows"]))
     middle = budgets[len(budgets) // 2]
+    methods = looks(record["rows"])
     for row in record["rows"]:
         if row["budget"] == middle:
-            layers.plot(row["layer_errors"], label=TITLE[row["method"]], markersize=3, **LOOK[row["method"]])
+            layers.plot(row["layer_errors"], label=title(row["method"]), markersize=3, **LOOK[methods[row["method"]]])
     layers.set_xlabel("layer")
     layers.set_ylabel(f"relative error of the attention output, budget {middle}")
     layers.grid(alpha=0.3)
@@ -188,11 +204,11 @@ def draw_fidelity(record: dict, path: str | Path) -> list[Path]:
 
 def _fidelity_curves(axes: Axes, rows: list[dict], measure: str, label: str) -> None:
     """One measure with its intervals, a line for each method."""
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method, name in looks(rows).items():
         own = [row for row in rows if row["method"] == method]
         shares, means = [100 * row["kept"]["mean"] for row in own], [row[measure]["mean"] for row in own]
         ends = [[abs(row[measure][end] - row[measure]["mean"]) for row in own] for end in ("low", "high")]
-        axes.errorbar(shares, means, ends, label=TITLE[method], capsize=2, elinewidth=0.7, markersize=5, **LOOK[method])
+        axes.errorbar(shares, means, ends, label=title(method), capsize=2, elinewidth=0.7, markersize=5, **LOOK[name])
     _share_axis(axes, [1, 3, 6, 12, 25, 50, 100])
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
