@@ -42,8 +42,11 @@ def assemble(
     if config.layers > len(stored):  # said before so many layers are made, which a slip in a config can take hours for
         found = f"{len(stored)} tensors; the config's {config.layers} layers have more"
         raise InputError(f"the weights in {source} are {found}")
-    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
-        model = Llama(config)
+    try:
+        with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
+            model = Llama(config)
+    except RuntimeError as error:  # a product of sizes that no number of bytes holds
+        raise InputError(f"the model that the config of {source} describes is too large: {error}") from error
     shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     if config.tied_head and HEAD in stored:
         _check_same(stored[HEAD], stored.get(EMBEDDINGS))

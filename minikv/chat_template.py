@@ -27,8 +27,8 @@ def read_chat_template(folder: Path, tokenizer_config: dict) -> str | None:
             raise InputError(f"{file} cannot be read as text: {error}") from error
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # several by name, as in [{"name": "default", "template": "..."}, ...]
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0] if named else None
     return template if isinstance(template, str) else None
 
 

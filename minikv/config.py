@@ -131,6 +131,7 @@ def _refuse_what_we_do_not_compute(fields: dict, source: str) -> None:
     biases = {"llama": [False, True, None], "mistral": [False, None], "qwen2": [True, None]}
     _accept(fields, "attention_bias", biases[fields["model_type"]], source)
     _accept(fields, "mlp_bias", [False, None], source)
+    _accept(fields, "is_causal", [True, None], source)
     _accept(fields, "hidden_act", ["silu", None], source)
     _accept(fields, "num_local_experts", [0, None], source)
     _accept(fields, "num_experts", [0, None], source)

@@ -112,13 +112,16 @@ class _Header:
         values = self._named(value_count, lambda: self._value(*self._numbers("I")))
         stored = self._named(tensor_count, self._tensor)
         alignment = values.get("general.alignment", 32)
-        if type(alignment) is not int or alignment <= 0:
-            raise ValueError(f"general.alignment is {alignment!r:.60}")
+        if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment!r:.60}; a power of two from 8 on is needed")
         start = math.ceil(self._stream.tell() / alignment) * alignment
         tensors = {name: GGUFTensor(shape, kind, start + offset) for name, (shape, kind, offset) in stored.items()}
-        for name, tensor in tensors.items():
-            if tensor.offset + tensor.nbytes > self._end:
-                raise ValueError(f"tensor {name} goes up to byte {tensor.offset + tensor.nbytes} of {self._end}")
+        free = start
+        for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+            end = tensor.offset + tensor.nbytes
+            if tensor.offset % alignment or tensor.offset < free or end > self._end:
+                raise ValueError(f"tensor {name} cannot lie at the bytes {tensor.offset} to {end} of {self._end}")
+            free = end
         return values, tensors
 
     def _named(self, count: int, read) -> dict:

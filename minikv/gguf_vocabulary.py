@@ -7,6 +7,7 @@ A GGUF lists tokens, what kind each is, and either merges (byte-level BPE, calle
 from __future__ import annotations
 
 import json
+import math
 import struct
 import tempfile
 from collections import Counter
@@ -144,8 +145,16 @@ def _family(gguf: GGUFFile) -> Family:
     return FAMILIES[name]
 
 
-def _byte_level(gguf: GGUFFile, tokens: list[str], family: Family) -> RawTokenizer:
+def _token_types(gguf: GGUFFile, tokens: list[str]) -> list[int]:
     types = gguf.array("tokenizer.ggml.token_type", int, len(tokens))
+    if not set(types) <= set(range(1, 7)):  # normal, unknown, control, user-defined, unused, byte
+        wrong = next(kind for kind in types if not 1 <= kind <= 6)
+        raise InputError(f"{gguf.source}: tokenizer.ggml.token_type holds {wrong}; accepted: 1 to 6")
+    return types
+
+
+def _byte_level(gguf: GGUFFile, tokens: list[str], family: Family) -> RawTokenizer:
+    types = _token_types(gguf, tokens)
     merges = [tuple(merge.split(" ")) for merge in gguf.array("tokenizer.ggml.merges", str)]
     for merge in merges:
         if len(merge) != 2:
@@ -168,7 +177,9 @@ def _byte_level(gguf: GGUFFile, tokens: list[str], family: Family) -> RawTokeniz
 def _sentencepiece_model(gguf: GGUFFile, tokens: list[str]) -> bytes:
     """A SentencePiece BPE model that leaves text as it is: a ModelProto of sentencepiece_model.proto, serialized."""
     scores = gguf.array("tokenizer.ggml.scores", float, len(tokens))
-    types = gguf.array("tokenizer.ggml.token_type", int, len(tokens))
+    types = _token_types(gguf, tokens)
+    if not all(map(math.isfinite, scores)):
+        raise InputError(f"{gguf.source}: tokenizer.ggml.scores holds a NaN or infinity; finite numbers are needed")
     pieces = []
     for token, score, kind in zip(tokens, scores, types):
         piece = token.replace(" ", "▁") if kind == USER_DEFINED else token  # llama.cpp writes these with spaces

@@ -23,6 +23,8 @@ def fetch(name: str) -> Path:
         from huggingface_hub.utils import disable_progress_bars
     except ImportError as error:
         raise InputError(f"{name} is on the hub, which needs a package: pip install huggingface_hub") from error
+    except ValueError as error:  # it reads its environment variables when it is imported
+        raise InputError(f"huggingface_hub cannot be used: {error}") from error
     if not sys.stderr.isatty():
         disable_progress_bars()  # one of them is shown everywhere otherwise
     try:

@@ -45,6 +45,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path, source: str | None = None):
         settings = read_json(folder / "tokenizer_config.json")
+        # Older checkpoints name their special tokens in a file of its own.
+        settings = read_json(folder / "special_tokens_map.json") | {k: v for k, v in settings.items() if v is not None}
         self.folder, self.source = folder, source or str(folder)
         self._template = read_chat_template(folder, settings)
         self._vocabulary = _open_vocabulary(folder, settings, self._template or "")
@@ -61,6 +63,8 @@ class Tokenizer:
         bos = self._id_of(self._special_texts.get("bos_token"))
         self.bos_id: int | None = default if bos is None else bos
         wanted = settings.get("add_bos_token")
+        if wanted not in (True, False, None):
+            raise InputError(f"{folder / 'tokenizer_config.json'}: add_bos_token is {wanted!r}; accepted: true or false")
         wanted = default is not None if wanted is None else wanted
         self._added_bos = self.bos_id if wanted else None
         self.stop_ids: frozenset[int] = self._read_stop_ids()
@@ -160,7 +164,7 @@ class Tokenizer:
                 offsets += [(position + begin, position + end) for begin, end in spans]
                 at_start = False
             if match:
-                control = self._controls.get(match[0]) or self._controls[match[0].strip()]
+                control = self._controls[match[match.lastindex]]
                 ids.append(control.id)
                 offsets.append(match.span())
                 position = match.end()
@@ -248,7 +252,7 @@ def _special_texts(settings: dict) -> dict[str, str]:
         value = settings.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            texts[name] = value
+            texts[name] = _valid(value)
     return texts
 
 
@@ -259,7 +263,7 @@ def _markup_pattern(controls: list[Control]) -> re.Pattern:
     alternatives = []
     for control in sorted(controls, key=lambda control: -len(control.text)):
         left = r"(?:(?<!\s)\s+)?" if control.lstrip else ""
-        alternatives.append(left + re.escape(control.text) + (r"\s*" if control.rstrip else ""))
+        alternatives.append(f"{left}({re.escape(control.text)})" + (r"\s*" if control.rstrip else ""))
     return re.compile("|".join(alternatives))
 
 

@@ -62,19 +62,30 @@ class TokenizersVocabulary:
             later = _without_first_prefix(plain)
             if later != plain:
                 self._later = Tokenizer.from_str(json.dumps(later))
+            for id, text in self.added.items():
+                if self._first.token_to_id(text) != id:
+                    raise ValueError(f"the added token {text!r} has id {id}, and id {self._first.token_to_id(text)} as a token")
             self._first.encode_special_tokens = self._later.encode_special_tokens = True
             self.default_bos = None
             if fields.get("post_processor") is not None:
                 with_post_processor = plain | {"post_processor": fields["post_processor"]}
                 whole = Tokenizer.from_str(json.dumps(with_post_processor)).encode("a")
                 self.default_bos = whole.ids[0] if whole.special_tokens_mask[:1] == [1] else None
-        except Exception as error:  # tokenizers raises bare Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the package raises bare Exceptions, and panics that are not even that
             raise InputError(f"{file} cannot be read by the tokenizers package: {error}") from error
+        self._file = file
         self.size = max(self._first.get_vocab().values(), default=-1) + 1
         self._piece_bytes, self.drops_first_space = _read_decoder(fields.get("decoder"), file)
 
     def encode(self, text: str, at_start: bool = True) -> tuple[list[int], list[Span]]:
-        encoding = (self._first if at_start else self._later).encode(text)
+        try:
+            encoding = (self._first if at_start else self._later).encode(text)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise InputError(f"{self._file} cannot encode the text: {error}") from error
         return encoding.ids, encoding.offsets
 
     def spell(self, id: int) -> bytes:
@@ -117,6 +128,9 @@ def _read_decoder(decoder: dict | None, file: Path):
             f"{file}: decoder {' + '.join(kinds)} is not supported; accepted: ByteLevel, "
             "or SentencePiece's Replace, ByteFallback, Fuse, Strip, Metaspace"
         )
+    for step in steps:
+        if step["type"] == "Replace" and (step.get("pattern"), step.get("content")) != ({"String": "▁"}, " "):
+            raise InputError(f"{file}: decoder Replace {step} is not supported; accepted: ▁ by a space")
     metaspace = kinds.get("Metaspace", {})
     prefixed = metaspace.get("prepend_scheme", "always" if metaspace.get("add_prefix_space") else "never")
     return _sentencepiece_bytes, "Strip" in kinds or prefixed != "never"

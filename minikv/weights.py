@@ -38,7 +38,14 @@ def load(
     """
     chosen = choose_device(device)
     weights_dtype = choose_dtype(dtype, chosen)
-    name, path = str(name_or_path), Path(name_or_path)
+    try:
+        return _load(name_or_path, chosen, weights_dtype)
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise InputError(f"no model {str(name_or_path)[:200]!r}: {error.strerror or error}") from error
+
+
+def _load(name_or_path: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Tokenizer]:
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name == DEFAULT_MODEL:
         folder = default_model_folder()
     elif path.is_dir():
@@ -48,7 +55,7 @@ def load(
             raise InputError(f"no GGUF file {name!r}")
         from minikv.gguf_checkpoint import load_gguf  # needs gguf, which folders do not
 
-        return load_gguf(path, chosen, weights_dtype)
+        return load_gguf(path, device, dtype)
     elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from minikv.hub import fetch  # needs huggingface_hub, which nothing else does
 
@@ -57,7 +64,7 @@ def load(
         raise InputError(
             f"no model {name!r}; accepted: a checkpoint folder, a .gguf file, org/name on the hub, or {DEFAULT_MODEL}"
         )
-    return load_model(folder, chosen, weights_dtype), Tokenizer.from_folder(folder)
+    return load_model(folder, device, dtype), Tokenizer.from_folder(folder)
 
 
 def choose_device(device: str | torch.device) -> torch.device:

@@ -373,6 +373,15 @@ def test_a_tensor_beyond_the_end_is_damage(tmp_path):
     assert "a.gguf is damaged" in refusal(tmp_path / "a.gguf")
 
 
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_tensor_that_lies_within_another_or_askew_is_damage(tmp_path, offset):
+    write_gguf(tmp_path / "a.gguf")
+    data = (tmp_path / "a.gguf").read_bytes()
+    place = data.index(b"output_norm.weight") + len("output_norm.weight") + 4 + 8 + 4
+    (tmp_path / "a.gguf").write_bytes(data[:place] + offset.to_bytes(8, "little") + data[place + 8 :])
+    assert "cannot lie at the bytes" in refusal(tmp_path / "a.gguf")
+
+
 def test_a_changed_byte_of_the_header_is_bad_input_or_harmless(tmp_path):
     write_gguf(tmp_path / "a.gguf")
     original, random = (tmp_path / "a.gguf").read_bytes(), np.random.default_rng(0)

@@ -182,6 +182,7 @@ def test_all_ids_that_end_a_turn_stop(tmp_path):
     ({"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens lists 'a' twice"),
     ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens holds 1; a text is needed"),
     ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 elements; 32 are needed"),
+    ({"tokenizer.ggml.token_type": [1] * 31 + [-1]}, "tokenizer.ggml.token_type holds -1; accepted: 1 to 6"),
     ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges is missing"),
     ({"tokenizer.ggml.merges": ["a é"]}, "tokenizer.ggml.merges do not fit the tokens"),
     ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges holds 'ab'; two tokens are needed"),
@@ -259,6 +260,7 @@ def test_user_defined_tokens_with_spaces_are_found(tmp_path, spm):
 
 @pytest.mark.parametrize("fields, words", [
     ({"tokenizer.ggml.scores": None}, "tokenizer.ggml.scores is missing; an array is needed"),
+    ({"tokenizer.ggml.scores": [float("nan")] * 320}, "tokenizer.ggml.scores holds a NaN"),
     ({"tokenizer.ggml.token_type": [1] * 320}, "the tokens are no SentencePiece vocabulary: .*unk"),
 ])  # fmt: skip
 def test_a_broken_sentencepiece_vocabulary_is_one_line(tmp_path, spm, fields, words):

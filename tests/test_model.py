@@ -36,6 +36,7 @@ def test_defaults_of_a_config():
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ({"hidden_act": None, "model_type": ["llama"]}, r"model_type \['llama'\]"),
     ({"mlp_bias": True}, "mlp_bias True"),
+    ({"is_causal": False}, "is_causal False"),
     ({"model_type": "mistral", "attention_bias": True}, "attention_bias True"),
     ({"model_type": "qwen2", "attention_bias": False}, "attention_bias False"),
     ({"num_local_experts": 8}, "num_local_experts 8"),

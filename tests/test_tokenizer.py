@@ -573,3 +573,52 @@ def test_a_checkpoint_without_a_template_needs_no_chat_on_the_command_line(monke
     with pytest.raises(InputError, match="no chat template; give --no-chat"):
         prompt_tokens(monkeypatch, tmp_path, "--prompt", "a b c")
     assert prompt_tokens(monkeypatch, tmp_path, "--prompt", "a b c", "--no-chat") >= 3
+
+
+def test_older_files_name_their_special_tokens_apart(tmp_path):
+    folder = words_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert not Tokenizer.from_folder(folder).stop_ids
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.bos_id, tokenizer.stop_ids) == (0, {1})
+
+
+@pytest.mark.parametrize(
+    "settings, parts, found",
+    [
+        ({}, {"added_tokens": [{"id": 7, "content": "<new>", "special": True}]}, "'<new>' has id 7, and id"),
+        ({}, {"decoder": {"type": "Replace", "pattern": {"String": "_"}, "content": " "}}, "decoder Replace"),
+        ({"add_bos_token": "false"}, {}, "add_bos_token is 'false'; accepted: true or false"),
+        ({"bos_token": "\ud800"}, {}, "not valid Unicode"),
+        ({}, {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "cannot be read by the tokenizers"),
+    ],
+)
+def test_a_tokenizer_that_contradicts_itself_is_one_line(tmp_path, settings, parts, found):
+    words_folder(tmp_path, settings)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    added = {"id": None, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    parts = {**parts, "added_tokens": [{**added, **token} for token in parts.get("added_tokens", [])]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | parts))
+    with pytest.raises(InputError) as error:
+        Tokenizer.from_folder(tmp_path)
+    assert found in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_text_that_the_package_cannot_encode_is_one_line(tmp_path):
+    words_folder(tmp_path, normalizer=None)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    fields["model"] |= {"unk_token": "<nope>"}
+    del fields["model"]["vocab"]["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match="cannot encode the text: .*<nope>"):
+        Tokenizer.from_folder(tmp_path).encode("a")
+
+
+def test_a_special_token_of_blanks_and_words_is_found(tmp_path):
+    words_folder(tmp_path, {"chat_template": "\n<x>  {{ messages[0].content }}"})
+    fields = json.loads((tmp_path / "tokenizer.json").read_text())
+    rstrip = {"id": 258, "content": "\n<x>", "special": True, "rstrip": True}
+    fields["added_tokens"].append({"single_word": False, "lstrip": False, "normalized": False} | rstrip)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    assert Tokenizer.from_folder(tmp_path).chat_prompt("a").ids[0] == 258

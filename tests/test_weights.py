@@ -261,6 +261,23 @@ def test_more_layers_than_tensors_are_refused_before_they_are_made(tmp_path):
     assert "are 21 tensors; the config's 2000000000 layers have more" in refusal(folder)
 
 
+def test_a_model_that_no_memory_holds_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path, random_weights())
+    write_config(folder, vocab_size=2**31 - 1, hidden_size=2**31 - 2, head_dim=8)
+    assert "too large" in refusal(folder)
+
+
+def test_a_name_that_is_too_long_is_one_line():
+    with pytest.raises(InputError, match="no model 'a.*File name too long"):
+        load("a" * 300)
+
+
+def test_a_folder_may_be_named_from_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InputError, match="has no config.json"):
+        load("~/")
+
+
 def test_an_untied_model_without_a_head(tmp_path):
     weights = random_weights(tie_word_embeddings=True)
     message = refusal(write_checkpoint(tmp_path, weights, tie_word_embeddings=False))
