@@ -156,7 +156,9 @@ def generate(environment: dict[str, str], model: str | Path):
 def start_fetching(environment: dict[str, str], names: list[str]) -> subprocess.Popen:
     """Fetches in another process, since the package reads its settings once; prints what became of each name."""
     program = (
-        "import sys\nfrom minikv.errors import InputError\nfrom minikv.hub import fetch\n"
+        "import signal, sys\nfrom minikv.errors import InputError\nfrom minikv.hub import fetch\n"
+        # A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "for name in sys.argv[1:]:\n"
         "    try:\n        print(fetch(name))\n"
         "    except InputError as error:\n        print(repr(str(error)))\n"
