@@ -1,6 +1,6 @@
 """Checkpoints in: by folder, file or name to a model and its tokenizer, on the device where the model runs.
 
-Nothing that a checkpoint brings is executed: safetensors hold numbers only, and pickles (.bin, .pt) are not read.
+No code of a checkpoint is run here: safetensors hold numbers only, and pickles (.bin, .pt) are not read.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 F32 = GGMLQuantizationType.F32
@@ -34,6 +36,19 @@ def byte_level(pre="smollm", tokens=VOCABULARY, merges=("a b", "1 2"), types=Non
         "tokenizer.ggml.merges": list(merges),
         "tokenizer.ggml.eos_token_id": 0,
     }
+
+
+def train_merges(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Tokens and merges of a byte-level BPE of 1,500 ids that merges across any border between words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocabulary, merges = tokenizer.get_vocab(), json.loads(tokenizer.to_str())["model"]["merges"]
+    return sorted(vocabulary, key=vocabulary.get), [" ".join(merge) for merge in merges]
 
 
 def random_weights(vocab_size, heads, kv_heads, head_dim, hidden, inner, biases="", head=False) -> dict[str, Tensor]:

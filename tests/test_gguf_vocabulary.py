@@ -7,9 +7,9 @@ import json
 import pytest
 import sentencepiece
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from gguf_files import VOCABULARY, byte_level, write_gguf
+from gguf_files import VOCABULARY, byte_level, train_merges, write_gguf
 from minikv import tokenizer as ours
 from minikv.errors import InputError
 from minikv.gguf_checkpoint import convert, load_gguf
@@ -84,15 +84,7 @@ def family_pipeline(name: str) -> Tokenizer:
 @pytest.fixture(scope="module")
 def greedy_merges() -> tuple[list[str], list[str]]:
     """Tokens and merges that grow across any border between words, so that each split that is missing shows."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(10 * [text[start:] for text in TEXTS for start in range(0, len(text), 3)], trainer)
-    vocabulary, merges = tokenizer.get_vocab(), json.loads(tokenizer.to_str())["model"]["merges"]
-    return sorted(vocabulary, key=vocabulary.get), [" ".join(merge) for merge in merges]
+    return train_merges(10 * [text[start:] for text in TEXTS for start in range(0, len(text), 3)])
 
 
 @pytest.mark.parametrize("name", NAMES)

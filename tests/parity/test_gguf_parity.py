@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import minikv
-from gguf_files import byte_level, write_gguf
+from gguf_files import byte_level, train_merges, write_gguf
 from minikv.haystack import DATA, load_haystack
 from test_gguf_vocabulary import TEXTS, sentencepiece_fields, spm  # noqa: F401
 
@@ -50,15 +47,7 @@ def their_tokenizer(folder):
 @pytest.fixture(scope="module")
 def merges() -> tuple[list[str], list[str]]:
     """Tokens and merges of the project's own essays."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
-    )
-    tokenizer.train_from_iterator([load_haystack(DATA / "evaluate/essays")[:100_000], *TEXTS], trainer)
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    return tokens, [" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
+    return train_merges([load_haystack(DATA / "evaluate/essays")[:100_000], *TEXTS])
 
 
 # transformers takes every name that it does not know for gpt-2, `default` and `smollm` among them, does not compose
