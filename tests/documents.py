@@ -112,20 +112,28 @@ def missing_name(name: str, file: str) -> str | None:
 
 def missing_links(page: str) -> list[str]:
     """What a page's links lead to that is not there: files, headings of the page, names in modules."""
-    without_code = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+    without_code = _without_code(page)
     missing = [missing_name(*link) for link in re.findall(r"\[`([\w.]+)`\]\(([\w/]+\.py)\)", without_code)]
-    headings = {_anchor(heading) for heading in re.findall(r"^#+ (.*)$", without_code, re.MULTILINE)}
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code):
         file, _, anchor = target.partition("#")
-        if "://" in target or (file and (ROOT / file).exists()) or (not file and anchor in headings):
+        if "://" in target:
             continue
-        missing.append(target)
+        there = not file or (ROOT / file).exists()
+        text = (ROOT / file).read_text(encoding="utf-8") if there and file and anchor else page
+        if not there or (anchor and anchor not in _anchors(text)):
+            missing.append(target)
     return [what for what in missing if what]
 
 
-def _anchor(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+def _without_code(page: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", _without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def rewrite(page: Path) -> None:

@@ -116,6 +116,8 @@ def test_a_page_is_brought_up_to_date_by_running_it(tmp_path):
         ("[`scores.pool`](minikv/gone.py)", ["minikv/gone.py", "minikv/gone.py"]),
         ("[words](#a-heading-1-of-it)", []),
         ("[words](#another)", ["#another"]),
+        ("[words](README.md#results)", []),
+        ("[words](README.md#another)", ["README.md#another"]),
         ("![picture](docs/images/gone.png)", ["docs/images/gone.png"]),
         ("[paper](https://arxiv.org/abs/2606.24467)", []),
     ],
