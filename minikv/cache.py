@@ -35,7 +35,7 @@ class LayerCache:
         return self._values[:, :, : self.kept]
 
     @property
-    def positions(self) -> Tensor:  # [batch, kv_heads, kept], ascending
+    def positions(self) -> Tensor:  # [batch, kv_heads, kept] int64, ascending
         return self._positions[:, :, : self.kept]
 
     @property

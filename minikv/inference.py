@@ -33,14 +33,17 @@ class Prefill:
 
     @property
     def layers(self) -> int:
+        """Layers of the model."""
         return len(self.cache)
 
     @property
     def length(self) -> int:
+        """Tokens of the prompt."""
         return self.cache.length
 
     @property
     def entry_bytes(self) -> int:
+        """Bytes of the keys and values of one token in one layer, for each prompt of the batch."""
         return self.cache[0].entry_bytes
 
     def last_queries(self, layer: int, window: int) -> Tensor:
@@ -51,7 +54,10 @@ class Prefill:
 
 
 def check_prompt(model: Llama, tokens: Tensor, new_tokens: int = 0) -> None:
-    """Refuse, before any long work, a prompt that is empty or does not fit the model's context with its answer."""
+    """InputError, before any long work, for a prompt that is empty or does not fit the model's context with its answer.
+
+    tokens [batch, seq] are its ids, new_tokens how many the answer may have.
+    """
     if tokens.ndim != 2:
         raise InputError(f"tokens have the shape {list(tokens.shape)}; [batch, seq] is needed, all of one length")
     length = tokens.shape[1]

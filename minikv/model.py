@@ -21,6 +21,8 @@ from minikv.config import Config, FrequencyFactors, LinearScaling, RopeScaling
 
 
 class RMSNorm(nn.Module):
+    """Scale vectors [..., size] to a mean square of 1, then each dimension by its weight; in the input's dtype."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -82,7 +84,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Grouped-query attention of new tokens over everything kept before them and, causally, over themselves.
 
     queries [batch, heads, new, dim]; keys and values [batch, kv_heads, kept + new, dim], the new tokens last.
-    Returns one output per query head [batch, heads, new, dim].
+    Returns one output per query head [batch, heads, new, dim], in the dtype of the queries.
     """
     new, total = queries.shape[2], keys.shape[2]
     # torch's is_causal lines the two up at their first entries, so it is right only when nothing was kept before.
@@ -93,6 +95,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """The projections around `attend`, which is a function of its own so that others can call it with other caches."""
+
     def __init__(self, config: Config):
         super().__init__()
         query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -120,6 +124,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """The MLP of a layer: one projection gates another. Hidden states in and out."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -161,6 +167,8 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
+    """The whole model: token ids to logits, with or without a cache. Its parts can be called one by one."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
@@ -193,7 +201,7 @@ class Llama(nn.Module):
         return self.model.embed_tokens(tokens)
 
     def rope(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables for the positions start ... start + count - 1."""
+        """Rotary tables, cosines and sines [count, head_dim] float32, for the positions start ... start + count - 1."""
         return rope_tables(self.config, torch.arange(start, start + count, device=self.device))
 
     def logits(self, x: Tensor) -> Tensor:

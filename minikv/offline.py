@@ -73,7 +73,7 @@ def layer_errors(
     max_answer_tokens: int = 50,
     kept: int = 32,
 ) -> Tensor:
-    """What attention over only `kept` entries gets wrong in each layer, summed over the decode steps: [layers].
+    """What attention over only `kept` entries gets wrong in each layer, summed over the decode steps: [layers] float64.
 
     The answer is decoded with the full cache; beside it, from the same hidden states, each layer attends to the
     entries that its retrieval heads choose (window 8) and the tokens decoded since. The error of a step is the

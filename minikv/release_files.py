@@ -16,6 +16,7 @@ HEADS, LAYERS, MEAN = "_head_idx.json", "_layer_score.jsonl", "avg_score"
 
 
 def is_release_file(path: Path) -> bool:
+    """Whether a path's name says that it is the release's file of head ranks."""
     return path.name.endswith(HEADS)
 
 

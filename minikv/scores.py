@@ -32,8 +32,9 @@ def window_attention(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def pool(scores: Tensor, kernel: int) -> Tensor:
-    """Average each score with its neighbours: kernel wide, stride 1, zeros beyond the ends counted. [..., seq].
+    """Average each score [..., seq] with its neighbours: kernel wide (odd), stride 1, zeros beyond the ends counted.
 
+    The result has the shape and dtype of the scores.
     Text is understood in spans: a token next to a much-attended one is worth more than a lone one (SnapKV).
     """
     flat = scores.reshape(-1, 1, scores.shape[-1])
@@ -60,7 +61,7 @@ def group_mean(votes: Tensor, kv_heads: int) -> Tensor:
 
 
 def column_sums(queries: Tensor, keys: Tensor, rows: int = 128) -> Tensor:
-    """What all prompt queries together attend to each position, [batch, kv_heads, seq]: the group's mean (H2O).
+    """What all prompt queries together attend to each position, [batch, kv_heads, seq] float32: the group's mean (H2O).
 
     queries [batch, heads, new, dim] of the last positions (all of them: new = seq), keys [batch, kv_heads, seq, dim].
     Computed `rows` queries at a time, so the attention matrix never exists whole.
@@ -75,7 +76,7 @@ def column_sums(queries: Tensor, keys: Tensor, rows: int = 128) -> Tensor:
 
 
 def best_positions(scores: Tensor, count: int) -> Tensor:
-    """The `count` highest of scores [batch, kv_heads, prefix], as ascending positions [batch, kv_heads, count].
+    """The `count` highest of scores [batch, kv_heads, prefix], as ascending positions [batch, kv_heads, count] int64.
 
     Of equal scores the earlier position wins; torch.topk leaves that order open, a stable sort does not.
     """
@@ -86,7 +87,7 @@ def best_positions(scores: Tensor, count: int) -> Tensor:
 def keep_best_and_window(scores: Tensor, budget: int, window: int, layer: int) -> Tensor:
     """The best budget - window positions before the window, and the window itself, ascending.
 
-    scores [batch, kv_heads, prefix] of the positions before the window; returns [batch, kv_heads, budget]. The
+    scores [batch, kv_heads, prefix] of the positions before the window; returns [batch, kv_heads, budget] int64. The
     window is appended, not protected by a high score, so that no tie can evict it. InputError where scores are
     NaN or the budget is below the window.
     """
@@ -101,6 +102,6 @@ def keep_best_and_window(scores: Tensor, budget: int, window: int, layer: int) -
 
 
 def all_positions(keys: Tensor) -> Tensor:
-    """Every position of keys [batch, kv_heads, seq, dim]: [batch, kv_heads, seq]."""
+    """Every position of keys [batch, kv_heads, seq, dim]: [batch, kv_heads, seq] int64."""
     batch, kv_heads, length, _ = keys.shape
     return repeat(torch.arange(length, device=keys.device), "seq -> batch kv_heads seq", batch=batch, kv_heads=kv_heads)

@@ -24,8 +24,8 @@ from minikv.files import read_json, write_json
 def semantic_score(rows: Tensor, token: int, prompt: Tensor, answer: Tensor) -> Tensor:
     """The credit [heads] of one decode step: attention to the whole answer span, if the token occurs in it.
 
-    rows [heads, kept] are the attention rows of the query that produced `token`, over a full cache; prompt [seq] its
-    token ids; answer [span] the positions of the answer in the prompt. A head that looks around the answer is
+    rows [heads, kept] float32 are the attention rows of the query that produced `token`, over a full cache; prompt
+    [seq] its token ids; answer [span] the positions of the answer in the prompt. A head that looks around the answer is
     credited too, not only one that looks at the very token.
     """
     if token not in prompt[answer].tolist():
@@ -77,7 +77,7 @@ class Profile:
     its share of the error, summing to 1. head_scores and traditional_scores: the scores [layers][heads] themselves,
     which compare across layers. model, settings, versions: what it was measured on, how, and with what. stability:
     how well two halves of the runs agree (see offline.stability). layer_scores_by_set: the layer scores of each data
-    set alone.
+    set alone. Raises InputError, naming the field, for lists that do not fit together or numbers that are not finite.
     """
 
     head_ranks: list[list[int]]
@@ -124,10 +124,12 @@ class Profile:
 
     @property
     def layers(self) -> int:
+        """Layers of the model that was measured."""
         return len(self.head_ranks)
 
     @property
     def heads(self) -> int:
+        """Query heads of a layer."""
         return len(self.head_ranks[0])
 
     @property
