@@ -59,10 +59,13 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     """How a method chooses, whichever it is and whatever its budget."""
-    parser.add_argument("--window", type=positive, default=8, help="last prompt tokens whose attention chooses; always kept")
-    parser.add_argument("--kernel", type=positive, default=5, help="width of the pooling over positions, odd")
-    parser.add_argument("--heads", type=positive, default=4, help="compresskv: semantic retrieval heads a layer that vote")
-    parser.add_argument("--profile", help="compresskv: the model's profile; default: weights/profiles/MODEL.json")
+    own = "default: the method's own, %s in the paper's and %s in sharedvote"
+    window = "last prompt tokens whose attention chooses, and which are kept; " + own % (8, 32)
+    parser.add_argument("--window", type=positive, help=window)
+    parser.add_argument("--kernel", type=positive, help="width of the pooling over positions, odd; " + own % (5, 21))
+    parser.add_argument("--heads", type=positive, help="compresskv: retrieval heads of a layer that vote; default: 4")
+    profile = "compresskv, sharedvote: the model's profile; default: weights/profiles/MODEL.json"
+    parser.add_argument("--profile", help=profile)
 
 
 changes_help = "or with changes of its own as in compresskv:window=16:kernel=21"
@@ -75,11 +78,13 @@ budget_help = (
 def make_policy(spec: str, arguments, profile: Callable[[], Profile]) -> policy.Policy:
     """The policy that `spec` asks for, a method's name and changes of its own: `compresskv:window=16:kernel=21`.
 
-    Options that are not changed there come from the arguments; `profile` is called where the method needs one.
+    Options that are not changed there come from the arguments, where they were given, or are the method's own;
+    `profile` is called where the method needs one.
     """
     method, changes = read_spec(spec)
     known = {field.name for field in dataclasses.fields(method)}
-    options = {key: getattr(arguments, key) for key in ("window", "kernel", "heads") if key in known}
+    given = {key: getattr(arguments, key) for key in ("window", "kernel", "heads") if key in known}
+    options = {key: value for key, value in given.items() if value is not None}
     if "budget" in known:
         options["budget"] = parse(arguments.budget)
     if "profile" in known:

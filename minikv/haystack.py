@@ -83,10 +83,8 @@ def load_needles(path: str | Path) -> list[Needle]:
     needles: dict[Needle, str] = {}  # and where each was read
     for where, fields in read_jsonl(path):
         fields.setdefault("answer", fields.get("real_needle"))
-        needle = Needle(*_texts(where, fields, "needle", "question", "answer"))
-        if not _find(needle.answer, needle.needle):
-            raise InputError(f"{where}: the answer {needle.answer!r} does not occur in the needle")
-        _check_answer(where, needle.answer)
+        needle = Needle(*texts(where, fields, "needle", "question", "answer"))
+        check_needle(where, needle)
         if needle in needles:
             raise InputError(f"{where} repeats {needles[needle]}; each needle is asked for once")
         needles[needle] = where
@@ -102,7 +100,7 @@ def load_families(path: str | Path) -> list[Family]:
     """
     families = []
     for where, fields in read_jsonl(path):
-        forms = _texts(where, fields, "needle", "question", "question_all")
+        forms = texts(where, fields, "needle", "question", "question_all")
         entries = fields.get("entries")
         pairs = entries if isinstance(entries, list) else []
         if len(pairs) < 2 or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
@@ -119,12 +117,19 @@ def load_families(path: str | Path) -> list[Family]:
     return families
 
 
-def _texts(where: str, fields: dict, *names: str) -> list[str]:
+def texts(where: str, fields: dict, *names: str) -> list[str]:
     """The values of those fields, all of them texts that are not empty, without blanks around them."""
     values = [fields.get(name) for name in names]
     if not all(isinstance(value, str) and value.strip() for value in values):
         raise InputError(f"{where} lacks a text for {', '.join(names[:-1])} or {names[-1]}")
     return [value.strip() for value in values]
+
+
+def check_needle(where: str, needle: Needle) -> None:
+    """Refuse a needle that does not hold its answer, or whose answer cannot be scored."""
+    if not _find(needle.answer, needle.needle):
+        raise InputError(f"{where}: the answer {needle.answer!r} does not occur in the needle")
+    _check_answer(where, needle.answer)
 
 
 def _check_answer(where: str, answer: str) -> None:

@@ -18,7 +18,7 @@ from minikv.budget import PromptShape
 from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.model import Llama, attend
-from minikv.policy_base import Policy, check_positions
+from minikv.policy_base import Policy
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def prefill_layer_by_layer(
     batch, length = tokens.shape
     window = length if policy.window is None else policy.window
     full = model.new_layer_cache(batch, length)  # serves each layer in turn
-    budgets = policy.budgets(PromptShape(model.config.layers, length, full.entry_bytes))
+    choose_layer = policy.selection(PromptShape(model.config.layers, length, full.entry_bytes))
     x = model.embed(tokens)
     rope = model.rope(0, length)
     layers = []
@@ -149,8 +149,7 @@ def prefill_layer_by_layer(
         queries, keys, values = block.project(x, rope)
         keys, values = full.append(keys, values)
         x = block.output(x, attend(queries, keys, values))
-        positions = policy.select(layer, _last(queries, window), keys, budgets[layer])
-        layers.append(full.keep(check_positions(positions, layer, budgets[layer]), reserve))
+        layers.append(full.keep(choose_layer(layer, _last(queries, window), keys), reserve))
     return model.logits(x[:, -1:])[:, 0], KVCache(layers)
 
 

@@ -18,6 +18,7 @@ from minikv import scores
 from minikv.budget import Budget, PromptShape, cake, pyramid, settle, uniform
 from minikv.errors import InputError
 from minikv.policy_base import Policy, WindowPolicy
+from minikv.shared_vote import SharedVote
 from minikv.srh import Profile
 
 if TYPE_CHECKING:
@@ -257,4 +258,5 @@ METHODS: dict[str, type[Policy]] = {
     "tova": TOVA,
     "h2o": H2O,
     "compresskv": CompressKV,
+    "sharedvote": SharedVote,
 }

@@ -6,6 +6,7 @@ A method of your own is a subclass of WindowPolicy with a `score`, or of Policy 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -42,14 +43,23 @@ class Policy(ABC):
         rotated. Methods that keep the same positions for all KV heads still list them for each.
         """
 
+    def selection(self, prompt: PromptShape | Prefill) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """How the layers of one prompt choose: to be called for each in its turn, (layer, queries, keys) to positions.
+
+        Shapes as in `select`. Overridden where layers learn from those before them: what they learn belongs to the prompt,
+        so it is held here and not in the policy.
+        """
+        budgets = self.budgets(prompt)
+
+        def choose_layer(layer: int, queries: Tensor, keys: Tensor) -> Tensor:
+            return check_positions(self.select(layer, queries, keys, budgets[layer]), layer, budgets[layer])
+
+        return choose_layer
+
     def choose(self, prefill: Prefill) -> list[Tensor]:
-        """`select` for every layer of a prefill. Overridden where layers choose together, or the prefill holds a better
-        summary than queries."""
-        chosen = []
-        for layer, budget in enumerate(self.budgets(prefill)):
-            queries, keys = prefill.last_queries(layer, self.window), prefill.cache[layer].keys
-            chosen.append(check_positions(self.select(layer, queries, keys, budget), layer, budget))
-        return chosen
+        """The positions of every layer of a prefill. Overridden where the prefill holds a better summary than queries."""
+        choose_layer, layers = self.selection(prefill), enumerate(prefill.cache.layers)
+        return [choose_layer(layer, prefill.last_queries(layer, self.window), cache.keys) for layer, cache in layers]
 
 
 def check_positions(positions: Tensor, layer: int, budget: int) -> Tensor:

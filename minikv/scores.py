@@ -84,6 +84,13 @@ def best_positions(scores: Tensor, count: int) -> Tensor:
     return order[..., :count].sort(dim=-1).values
 
 
+def refuse_nan(scores: Tensor, layer: int) -> Tensor:
+    """The scores, unless one is NaN: InputError."""
+    if scores.isnan().any():
+        raise InputError(f"layer {layer}: the token scores contain NaN, so no position can be preferred")
+    return scores
+
+
 def keep_best_and_window(scores: Tensor, budget: int, window: int, layer: int) -> Tensor:
     """The best budget - window positions before the window, and the window itself, ascending.
 
@@ -93,9 +100,7 @@ def keep_best_and_window(scores: Tensor, budget: int, window: int, layer: int) -
     """
     if budget < window:
         raise InputError(f"layer {layer}: a budget of {budget} entries cannot hold the window of {window}")
-    if scores.isnan().any():
-        raise InputError(f"layer {layer}: the token scores contain NaN, so no position can be preferred")
-    batch, kv_heads, prefix = scores.shape
+    batch, kv_heads, prefix = refuse_nan(scores, layer).shape
     recent = torch.arange(prefix, prefix + window, device=scores.device)
     recent = repeat(recent, "w -> batch kv_heads w", batch=batch, kv_heads=kv_heads)
     return torch.cat([best_positions(scores, budget - window), recent], dim=-1)

@@ -5,6 +5,7 @@ import minikv
 from minikv.config import Config
 from minikv.default_model import default_model_folder
 from minikv.model import Llama
+from minikv.policy import Full, SharedVote
 
 
 def make_tiny_model(layers=4, heads=6, kv_heads=2, head_dim=8, seed=0, max_positions=2048) -> Llama:
@@ -26,8 +27,18 @@ def make_profile(model: Llama, layer_scores=None) -> minikv.Profile:
     """A profile with the heads of layer l ranked l, l + 1, ... and later layers more easily hurt."""
     layers, heads = model.config.layers, model.config.heads
     ranks = [[(layer + head) % heads for head in range(heads)] for layer in range(layers)]
+    strengths = [[(layer + 1) * (heads - row.index(head)) for head in range(heads)] for layer, row in enumerate(ranks)]
     even = sum(range(1, layers + 1))
-    return minikv.Profile(ranks, layer_scores or [(layer + 1) / even for layer in range(layers)])
+    return minikv.Profile(ranks, layer_scores or [(layer + 1) / even for layer in range(layers)], strengths)
+
+
+def make_policy(method, budget, profile, **options):
+    """A policy of any method, SharedVote with the window of the others, so that `prefill` keeps enough for it."""
+    if method is Full:
+        return Full()
+    if method is SharedVote:
+        options = {"window": 8} | options
+    return method(budget, profile, **options) if "profile" in method.__dataclass_fields__ else method(budget, **options)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import minikv
-from conftest import make_profile, make_prompt, make_tiny_model
+from conftest import make_policy, make_profile, make_prompt, make_tiny_model
 from minikv.policy import METHODS, CompressKV, Full, SnapKV
 
 
@@ -32,8 +32,7 @@ def test_a_kept_entry_is_the_one_of_its_position():
 def test_the_next_position_is_the_prompts_length_at_every_budget(name):
     model, method = make_tiny_model(), METHODS[name]
     result = minikv.prefill(model, make_prompt(60), column_sums=True)
-    policy = Full() if method is Full else CompressKV(20, make_profile(model)) if method is CompressKV else method(20)
-    cache = minikv.compress(result, policy)
+    cache = minikv.compress(result, make_policy(method, 20, make_profile(model)))
     assert cache.length == 60
     model(make_prompt(3), cache)
     assert cache.length == 63

@@ -105,12 +105,13 @@ model, tokenizer = minikv.load(device="cpu", dtype="float32")
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 before = status("VmRSS")
 tokens = torch.randint(17, 40000, (1, 8000))
-result = minikv.prefill(model, tokens, chunk=1000)
+result = minikv.prefill(model, tokens, window=32, chunk=1000)
 profile = Profile.load("weights/profiles/smollm2-135m-instruct.json")
 for name, method in METHODS.items():
     if name == "h2o":
         continue
-    policy = method() if name == "full" else method(256, profile) if name == "compresskv" else method(256)
+    needs_profile = "profile" in method.__dataclass_fields__
+    policy = method() if name == "full" else method(256, profile) if needs_profile else method(256)
     minikv.compress(result, policy)
     print(name)
 del result

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from einops import repeat
 
 import minikv
-from conftest import make_profile, make_prompt, make_tiny_model
+from conftest import make_policy, make_profile, make_prompt, make_tiny_model
 from minikv.errors import InputError
 from minikv.generate import generate
 from minikv.inference import pick
@@ -14,9 +14,8 @@ from minikv.model import attend
 from minikv.policy import METHODS, CompressKV, Full, SnapKV
 
 
-def make_policy(name, model, budget=20):
-    method = METHODS[name]
-    return Full() if method is Full else CompressKV(budget, make_profile(model)) if method is CompressKV else method(budget)
+def policy_named(name, model, budget=20):
+    return make_policy(METHODS[name], budget, make_profile(model))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
@@ -34,7 +33,7 @@ def test_the_last_prompt_logits_are_those_of_full_attention_and_both_forms_agree
     """Eviction happens after a layer has used its own keys, so the first answer token is every method's own."""
     model, tokens = make_tiny_model(), make_prompt(100)
     exact = model(tokens)[:, -1]
-    policy = make_policy(name, model)
+    policy = policy_named(name, model)
     logits, layered = minikv.prefill_layer_by_layer(model, tokens, policy)
     assert (logits - exact).abs().max() < 1e-4
     whole = minikv.compress(minikv.prefill(model, tokens, column_sums=True), policy)
@@ -111,7 +110,7 @@ def test_one_process_compresses_every_prompt_and_repeats_itself():
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_budget_of_the_whole_prompt_answers_as_the_full_cache_does(name):
     model, tokens = make_tiny_model(), make_prompt(60)
-    assert torch.equal(generate(model, tokens, make_policy(name, model, 60), 20), generate(model, tokens, Full(), 20))
+    assert torch.equal(generate(model, tokens, policy_named(name, model, 60), 20), generate(model, tokens, Full(), 20))
 
 
 def test_decoding_with_the_cache_equals_one_forward_pass():

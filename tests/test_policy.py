@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import minikv
-from conftest import make_profile, make_prompt, make_tiny_model
+from conftest import make_policy, make_profile, make_prompt, make_tiny_model
 from minikv.budget import PromptShape, Share
 from minikv.errors import InputError
 from minikv.policy import H2O, METHODS, TOVA, Cake, CompressKV, Full, PyramidKV, SnapKV, StreamingLLM
@@ -18,10 +18,6 @@ from minikv.policy import H2O, METHODS, TOVA, Cake, CompressKV, Full, PyramidKV,
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = json.loads((FIXTURES / "select_expected.json").read_text())
 TENSORS = load_file(FIXTURES / "select_inputs.safetensors")
-
-
-def make_policy(method, budget, profile, **options):
-    return method(budget, profile, **options) if method is CompressKV else method(budget, **options)
 
 
 def compressing_methods():

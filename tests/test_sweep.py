@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import make_profile, make_prompt, make_tiny_model
+from conftest import make_policy, make_profile, make_prompt, make_tiny_model
 
 from minikv import policy
 from minikv.errors import InputError
@@ -27,8 +27,7 @@ def model():
 def all_methods(model, budgets=(16, 40)) -> list[policy.Policy]:
     policies = []
     for name, method in policy.METHODS.items():
-        extra = {"profile": make_profile(model)} if name == "compresskv" else {}
-        policies += [method(budget, **extra) for budget in budgets if name != "full"]
+        policies += [make_policy(method, budget, make_profile(model)) for budget in budgets if name != "full"]
     return [*policies, policy.Full()]  # the last: its cache is the only one whose length is what it holds
 
 

@@ -17,7 +17,7 @@ from minikv import command
 from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.evals import sweep
-from minikv.evals.fidelity_prompts import ask
+from minikv.evals.fidelity_prompts import KINDS, ask
 from minikv.evals.ranks import Ranks, ranks
 from minikv.evals.statistics import bootstrap
 from minikv.evals.sweep import Pair
@@ -108,7 +108,9 @@ def parse_arguments():
     sweep.add_arguments(parser, max_new_tokens=48)
     parser.set_defaults(methods=[name for name in METHODS if name != "full"], budgets=["1%", "3%", "6%", "12%", "25%"])
     parser.add_argument("--lengths", type=command.positive, nargs="+", default=[2048, 3072, 4096], help="prompt lengths in tokens")
-    parser.add_argument("--prompts", type=command.positive, default=24, help="number of prompts")
+    parser.add_argument("--prompts", type=command.positive, default=24, help="number of prompts, the kinds in turn")
+    kinds = f"some of {', '.join(KINDS)}; the last four hide more than one sentence"
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS[:3]), metavar="KIND", help=kinds)
     arguments = parser.parse_args()
     sweep.check_arguments(arguments)
     arguments.methods = [name for name in arguments.methods if name != "full"]
@@ -148,27 +150,45 @@ def experiment(arguments, group: Ranks) -> None:
     check_prompt(model, torch.empty(1, max(arguments.lengths)), arguments.max_new_tokens)
     pairs = sweep.make_pairs(model, arguments)
     settings = sweep.settings_of(model, pairs, arguments)
-    prompts = dict(ask(tokenizer, arguments.lengths, arguments.prompts))
+    prompts = {name: (kind, ids) for kind, name, ids in ask(tokenizer, arguments.lengths, arguments.prompts, arguments.kinds)}
 
     def one(key: str) -> dict:
-        return measure(model, tokenizer, prompts[key], pairs, arguments.max_new_tokens)
+        return measure(model, tokenizer, prompts[key][1], pairs, arguments.max_new_tokens)
 
     found = sweep.run(list(prompts), one, settings, arguments.results, group)
     if group.reports:
-        report([result for result in found.values() if result], pairs, settings, arguments)
+        by_kind: dict[str, list[dict]] = {kind: [] for kind in arguments.kinds}
+        for key, result in found.items():
+            if result:
+                by_kind[prompts[key][0]].append(result)
+        report({kind: results for kind, results in by_kind.items() if results}, pairs, settings, arguments)
 
 
-def report(results: list[dict], pairs: list[Pair], settings: dict, arguments) -> None:
-    """JSON and picture, then a table of each measure."""
+def report(by_kind: dict[str, list[dict]], pairs: list[Pair], settings: dict, arguments) -> None:
+    """JSON and picture, then a table of each measure, and of each kind of prompts at each budget."""
+    results = [result for own in by_kind.values() for result in own]
     if not results:
         raise InputError("no answer had two tokens or more, so there is nothing to compare; give more --max-new-tokens")
     rows = summary(results, pairs, arguments.seed)
-    record = {"settings": settings, "versions": command.versions(), "prompts": len(results), "rows": rows}
+    kinds = {kind: {"prompts": len(own), "rows": summary(own, pairs, arguments.seed)} for kind, own in by_kind.items()}
+    record = {"settings": settings, "versions": command.versions(), "prompts": len(results), "rows": rows, "kinds": kinds}
     drawn = sweep.write(record, arguments, eval_plots.draw_fidelity)
     print(f"{len(results)} prompts. The first answer token comes from the prefill, the same for all methods: it is left out.")
     for name, what, form in MEASURES:
         print(f"\n{what}\n{table(rows, arguments.budgets, name, form)}")
+    for budget in arguments.budgets:
+        print(f"\nKL divergence, top-1 agreement by kind of prompt at {budget}\n{kinds_table(kinds, budget)}")
     sweep.print_drawn(drawn)
+
+
+def kinds_table(kinds: dict[str, dict], budget: str) -> str:
+    """A line for each method, a column for each kind of prompts."""
+    lines: dict[str, list[str]] = {}
+    for found in kinds.values():
+        for row in found["rows"]:
+            if row["budget"] == budget:
+                lines.setdefault(row["method"], []).append(f"{row['kl']['mean']:.2f}, {row['agreement']['mean']:.0%}")
+    return command.text_table([("method", *kinds), *((method, *cells) for method, cells in lines.items())])
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
-"""Prompts of three kinds over the evaluation essays: a hidden needle, a question about an essay, a summary."""
+"""Prompts over the evaluation essays: a question about an essay, a summary, and hidden needles of every kind."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from minikv.haystack import DATA, fit, hide, load_needles, read_text, with_question
+from minikv.evals.tasks import OWN, load_tasks
+from minikv.haystack import DATA, fit, hide_all, read_text, with_question
 from minikv.tokenizer import Tokenizer
 
 EVALUATE = DATA / "evaluate"
@@ -14,26 +15,34 @@ SUMMARY = "Summarize the text above in three sentences."
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
 
 
-def ask(tokenizer: Tokenizer, lengths: list[int], count: int) -> Iterator[tuple[str, list[int]]]:
-    """`count` prompts: what each is, and its token ids. Kinds alternate, lengths follow in turn, essays rotate."""
+KINDS = ("needle", "question", "summary", "several", "all", "distractors", "two-hop")  # the last four: see tasks.MODES
+HIDDEN = 4  # needles in a prompt of those kinds
+
+
+def ask(tokenizer: Tokenizer, lengths: list[int], count: int, kinds: Sequence[str] = KINDS[:3]) -> Iterator[tuple[str, str, list[int]]]:
+    """`count` prompts: the kind and the name of each, and its token ids.
+
+    Kinds alternate, lengths follow in turn, essays rotate.
+    """
     essays = [(path.name, read_text(path).strip()) for path in sorted((EVALUATE / "essays").glob("*.txt"))]
-    needles = load_needles(EVALUATE / "needles.jsonl")
     questions = [json.loads(line) for line in read_text(EVALUATE / "questions.jsonl").splitlines()]
     names = [name for name, _ in essays]
     for number in range(count):
-        turn, length = number // 3, lengths[number // 3 % len(lengths)]
-        if number % 3 == 0:
-            needle = needles[turn * 5 % len(needles)]
-            text, depth = begin_at(essays, turn), DEPTHS[turn % len(DEPTHS)]
-            yield f"{number} needle, {length} tokens: {needle.question}", hide(tokenizer, text, needle, length, depth).ids
-        elif number % 3 == 1:
+        turn, kind = number // len(kinds), kinds[number % len(kinds)]
+        length = lengths[turn % len(lengths)]
+        if kind == "question":
             asked = questions[turn * 3 % len(questions)]
             text = begin_at(essays, names.index(asked["essay"]) - 1)  # the essay asked about comes second
-            build = partial(with_question, question=asked["question"])
-            yield f"{number} question, {length} tokens: {asked['question']}", exact(tokenizer, text, build, length)
+            about, ids = asked["question"], exact(tokenizer, text, partial(with_question, question=asked["question"]), length)
+        elif kind == "summary":
+            about, ids = SUMMARY, exact(tokenizer, begin_at(essays, turn * 2), lambda text: f"{text}\n\n{SUMMARY}", length)
         else:
-            text = begin_at(essays, turn * 2)
-            yield f"{number} summary, {length} tokens", exact(tokenizer, text, lambda document: f"{document}\n\n{SUMMARY}", length)
+            mode = "single" if kind == "needle" else kind
+            tasks = load_tasks(str(EVALUATE / OWN[mode]), mode, HIDDEN, seed=0)
+            task = tasks[turn * 5 % len(tasks)]
+            ids = hide_all(tokenizer, begin_at(essays, turn), task, length, DEPTHS[turn % len(DEPTHS)]).ids
+            about = task.question
+        yield kind, f"{number} {kind}, {length} tokens: {about}", ids
 
 
 def begin_at(essays: list[tuple[str, str]], first: int) -> str:

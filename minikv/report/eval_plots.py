@@ -17,13 +17,13 @@ from minikv.policy import METHODS
 from minikv.report.figure import save
 
 # Of each method: one of Okabe and Ito's colours (and a grey), a marker, a line, the hatching of a bar.
-_COLOURS = ("#000000", "#999999", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00")
-_LINES = ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-")
+_COLOURS = ("#000000", "#999999", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#0072B2")
+_LINES = ("-", ":", "--", "-.", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), "-", "-")
 LOOK = {
     method: {"color": colour, "marker": marker, "linestyle": line}
-    for method, colour, marker, line in zip(METHODS, _COLOURS, "sXv^Dpho", _LINES)
+    for method, colour, marker, line in zip(METHODS, _COLOURS, "sXv^Dpho*", _LINES)
 }
-HATCH = dict(zip(METHODS, ("", "..", "//", "\\\\", "xx", "++", "oo", "--")))
+HATCH = dict(zip(METHODS, ("", "..", "//", "\\\\", "xx", "++", "oo", "--", "**")))
 TITLE = {
     "full": "full cache",
     "streamingllm": "StreamingLLM",
@@ -33,6 +33,7 @@ TITLE = {
     "tova": "TOVA",
     "h2o": "H2O",
     "compresskv": "CompressKV",
+    "sharedvote": "shared vote",
 }
 
 

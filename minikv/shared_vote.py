@@ -1,0 +1,155 @@
+"""SharedVote, minikv's own method: the model's strongest retrieval heads choose for every layer, and the entries go to
+the layers in which such heads sit.
+
+CompressKV asks four heads of every layer, though most layers have no retrieval head, and gives entries to the layers that
+eviction hurts most. Here the heads that found the answer in the profile's runs vote once, together. What they choose
+serves their own layers most: the others hardly look at it while an answer is decoded, so they keep little more than the end
+of the prompt. tutorial.md, section 11, measures each ingredient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from minikv import scores
+from minikv.budget import Budget, PromptShape, error_aware
+from minikv.errors import InputError
+from minikv.policy_base import WindowPolicy
+from minikv.srh import Profile, strongest
+
+if TYPE_CHECKING:
+    from minikv.inference import Prefill
+
+
+@dataclass(frozen=True)
+class SharedVote(WindowPolicy):
+    """One vote of the model's strongest semantic retrieval heads, and most entries for the layers of such heads.
+
+    profile: must hold head_scores, which compare across layers. window: the last prompt tokens whose attention is
+    read; 32 hold a question of some twenty words and the chat template's closing tokens. kernel: width of the average
+    pooling over positions, odd; 21 keep a sentence together. strength: a head votes if its score is at least this share
+    of the strongest head's. sinks: how many of the first tokens are kept whatever they score. floor: what every layer
+    keeps at least, the sinks and then the prompt's last tokens. concentration: layers share the other entries in
+    proportion to the sum of their heads' scores to this power; 0 gives all layers the same. layer_errors: share them by
+    the profile's layer scores instead, as CompressKV does (an ablation).
+
+    A layer whose budget does not hold the window keeps its end. All KV heads of all layers keep the same best positions,
+    each layer as many of them as it can.
+    """
+
+    budget: Budget
+    profile: Profile
+    window: int = 32
+    kernel: int = 21
+    strength: float = 0.5
+    sinks: int = 1
+    floor: int = 9
+    concentration: float = 0.7
+    layer_errors: bool = False
+    one_pass: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.strength <= 1:
+            raise InputError(f"strength is {self.strength}; accepted: above 0 and at most 1 (the strongest head alone)")
+        if self.sinks < 0:
+            raise InputError(f"sinks is {self.sinks}; accepted: 0 or more")
+        if self.floor <= self.sinks:
+            raise InputError(f"floor is {self.floor}; accepted: more than the {self.sinks} sinks, for the prompt's last token")
+        if not 0 <= self.concentration <= 100:
+            raise InputError(f"concentration is {self.concentration}; accepted: 0 (all layers the same) to 100")
+
+    @property
+    def needs_all_layers(self) -> bool:
+        return not self.one_pass
+
+    @property
+    def at_least(self) -> int:
+        return self.floor
+
+    def head_scores(self) -> Tensor:
+        """The profile's semantic retrieval scores [layers, heads], float64; InputError where it has none."""
+        if self.profile.head_scores is None:
+            raise InputError(
+                "the profile has no head_scores, by which this method compares heads of different layers;"
+                " make one with `python -m minikv.profile` (the paper's release keeps ranks only)"
+            )
+        found = torch.tensor(self.profile.head_scores, dtype=torch.float64)
+        if found.max() <= 0:
+            raise InputError("no head of the profile has a score above 0, so none can vote")
+        return found
+
+    def voters(self) -> list[tuple[int, int]]:
+        """The heads that vote as (layer, head), strongest first."""
+        found = self.head_scores()
+        return [(layer, head) for layer, head in strongest(found) if found[layer, head] >= self.strength * found.max()]
+
+    def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
+        """Entries of each layer: the floor, and of the rest a share by the layer's heads."""
+        if self.profile.layers != prompt.layers:
+            raise InputError(f"the profile is for {self.profile.layers} layers, the model has {prompt.layers}")
+        mean = self.mean_entries(prompt)
+        shares = self.profile.layer_scores
+        if not self.layer_errors:
+            weights = self.head_scores().clamp(min=0).sum(1) ** self.concentration
+            shares = (weights / weights.sum()).tolist()
+        return error_aware(shares, mean * prompt.layers, min(self.floor, mean), prompt.length)
+
+    def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """What this layer's voters give to each position, the same for all KV heads; zeros where no head votes."""
+        heads, kv_heads, prefix = queries.shape[1], keys.shape[1], keys.shape[2] - queries.shape[2]
+        if heads != self.profile.heads:
+            raise InputError(f"the profile is for {self.profile.heads} query heads a layer, the model has {heads}")
+        own = torch.tensor([head for at, head in self.voters() if at == layer], device=keys.device)
+        if not len(own):
+            return torch.zeros(keys.shape[0], kv_heads, prefix, device=keys.device)
+        votes = scores.window_votes(queries[:, own], keys[:, own // (heads // kv_heads)], self.kernel)
+        return repeat(votes.sum(1), "batch prefix -> batch kv_heads prefix", kv_heads=kv_heads)
+
+    def selection(self, prompt: PromptShape | Prefill) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """The layers' choices in one pass: each follows the votes of the voters up to it."""
+        budgets, voting = self.budgets(prompt), {layer for layer, _ in self.voters()}
+        votes = None
+
+        def choose_layer(layer: int, queries: Tensor, keys: Tensor) -> Tensor:
+            nonlocal votes
+            if layer in voting:
+                own = self.score(layer, queries, keys)
+                votes = own if votes is None else votes + own
+            return self._keep(votes, budgets[layer], layer, keys)
+
+        return choose_layer
+
+    def choose(self, prefill: Prefill) -> list[Tensor]:
+        """As the layers choose in one pass, or all of them by the votes of all voters."""
+        if self.one_pass:
+            return super().choose(prefill)
+        queries, keys = [prefill.last_queries(layer, self.window) for layer in range(prefill.layers)], prefill.cache
+        votes = sum(self.score(layer, queries[layer], keys[layer].keys) for layer in {layer for layer, _ in self.voters()})
+        return [self._keep(votes, budget, layer, keys[layer].keys) for layer, budget in enumerate(self.budgets(prefill))]
+
+    def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
+        """What the layer keeps when its own voters are the only ones."""
+        return self._keep(self.score(layer, queries, keys), budget, layer, keys)
+
+    def _keep(self, votes: Tensor | None, budget: int, layer: int, keys: Tensor) -> Tensor:
+        """Positions [batch, kv_heads, budget]: the sinks, the best by votes [batch, kv_heads, seq - window], and the end.
+
+        The end is the window, but less where the budget does not hold it, and more where there are no votes.
+        """
+        everything = scores.all_positions(keys)
+        length = everything.shape[-1]
+        if budget >= length:
+            return everything
+        sinks = min(self.sinks, budget - 1)
+        best = 0 if votes is None else max(budget - sinks - self.window, 0)
+        kept = [everything[..., :sinks], everything[..., length - (budget - sinks - best) :]]
+        if best:
+            kept.insert(1, sinks + scores.best_positions(scores.refuse_nan(votes[..., sinks:], layer), best))
+        return torch.cat(kept, dim=-1)
