@@ -136,10 +136,10 @@ def bitmaps(positions: Tensor, length: int) -> list[str]:
 def watch(model: Llama, tokenizer: Tokenizer, prefilled: Prefill, pair: Pair, max_new_tokens: int) -> dict:
     """What the page shows of one method."""
     cache = compress(prefilled, pair.policy, reserve=max_new_tokens)
-    policy, layers = pair.policy, range(len(cache))
+    policy, layers, name = pair.policy, range(len(cache)), title(pair.method)
     result = {
         "spec": pair.method,
-        "title": title(pair.method),
+        "title": name[:1].upper() + name[1:],
         "about": first_paragraph(policy),
         "window": policy.window or 0,
         "voters": [policy.voters(layer) for layer in layers] if isinstance(policy, CompressKV) else None,

@@ -8,9 +8,9 @@ function buildMethods(choose) {
     radio.setAttribute("aria-describedby", `answer-${index}`);
     radio.addEventListener("change", () => choose(index));
     const share = sum(method.entries) / (data.layers * data.prompt_tokens);
-    const size = make("span", { className: "quiet", textContent: `${percent(share)}, ${megabytes(method.bytes)}` });
+    const figures = make("span", { className: "quiet", textContent: `${percent(share)}, ${size(method.bytes)}` });
     const answer = make("span", { className: "text", id: `answer-${index}`, textContent: method.text.trim() || "no answer" });
-    const heading = make("span", { className: "heading" }, radio, title, size);
+    const heading = make("span", { className: "heading" }, radio, title, figures);
     element("methods").append(make("label", { className: "method" }, heading, answer));
   });
 }

@@ -17,6 +17,7 @@ function changeMethod(index) {
   buildAnswer(chosen.method, actOnToken);
   element("answer-title").textContent = chosen.method.title;
   element("about-method").textContent = aboutMethod(chosen.method);
+  element("figure-words").textContent = `${aboutHeads(chosen.method)} Click a row to go to its layer.`;
   paintBudgets(chosen.method);
   changeView(chosen.view);
 }
@@ -71,16 +72,22 @@ function goToPosition(position) {
 
 function aboutMethod({ about, window }) {
   if (!window) return about;
-  const seen = oneLine(textOf(Math.max(data.prompt_tokens - window, 0), data.prompt_tokens).trim());
-  return `${about} The last ${window} tokens choose, and are always kept: “${seen}”.`;
+  const last = Math.min(window, data.prompt_tokens);
+  const seen = oneLine(textOf(data.prompt_tokens - last, data.prompt_tokens).trim());
+  return `${about} The last ${last} tokens choose, and are always kept: “${seen}”.`;
+}
+
+function aboutHeads({ voters }) {
+  if (!data.head_scores) return `${data.without_scores} So there are no head scores to show.`;
+  return `The more a head stands out, the more it retrieves${voters ? "; framed heads vote" : ""}.`;
 }
 
 function numbers(method, layer) {
   const here = `${count(method.entries[layer])} of ${count(data.prompt_tokens)} entries in layer ${layer}`;
   const share = percent(method.entries[layer] / data.prompt_tokens);
   const whole = percent(sum(method.entries) / (data.layers * data.prompt_tokens));
-  const full = megabytes((method.bytes / sum(method.entries)) * data.layers * data.prompt_tokens);
-  return `${method.title}: ${here} (${share}), ${whole} in all layers, ${megabytes(method.bytes)} of ${full}`;
+  const full = size((method.bytes / sum(method.entries)) * data.layers * data.prompt_tokens);
+  return `${method.title}: ${here} (${share}), ${whole} in all layers, ${size(method.bytes)} of ${full}`;
 }
 
 function build() {
@@ -90,9 +97,6 @@ function build() {
   document.title = `What was kept: ${settings.model}`;
   element("made").textContent = `minikv ${versions.minikv}, torch ${versions.torch}, ${settings.dtype}; budget ${settings.budget}, `
     + `window ${settings.window}, kernel ${settings.kernel}, heads ${settings.heads} unless a method says otherwise; greedy decoding.`;
-  element("figure-words").textContent = data.head_scores
-    ? "The more a head stands out, the more it retrieves; framed heads vote. Click a row to go to its layer."
-    : `${data.without_scores} So there are no head scores to show. Click a row to go to its layer.`;
   const heads = Array.from({ length: data.kv_heads }, (_, head) => `KV head ${head}`);
   [`all ${data.heads}, averaged`, ...heads].forEach((name, view) => element("view").append(new Option(name, view)));
   element("view-label").hidden = data.kv_heads === 1;
@@ -118,9 +122,19 @@ function build() {
     changeToken();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => changeView(chosen.view));
-  const start = data.methods.indexOf(chosen.method);
+  begin();
+}
+
+/** Begin where the address says, as in explore.html#method=snapkv&layer=17&token=3, or where there is most to see. */
+function begin() {
+  const wanted = new URLSearchParams(location.hash.slice(1));
+  const [layer, token] = ["layer", "token"].map((name) => Number.parseInt(wanted.get(name), 10));
+  if (layer >= 0 && layer < data.layers) chosen.layer = layer;
+  const named = data.methods.find(({ spec }) => spec === wanted.get("method"));
+  const start = data.methods.indexOf(named ?? chosen.method);
   element("methods").querySelectorAll("input")[start].checked = true;
   changeMethod(start);
+  if (token >= 1 && token <= chosen.method.answer.length) actOnToken("hold", token - 1);
 }
 
 build();
