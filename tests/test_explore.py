@@ -183,7 +183,8 @@ def test_pieces_join_to_the_prompt_and_account_for_every_id(tokenizer, text):
 def test_ids_that_share_a_character_share_a_piece_and_lost_characters_have_none():
     # <s>, "a", two ids for the first half of an emoji pair, one that spells its end and the next one's beginning, "b"
     spans = [(0, 0), (0, 1), (1, 2), (1, 2), (1, 3), (2, 3), (4, 5)]
-    assert explore.pieces(Prompt([0] * 7, "a🦙🦙?b!", spans)) == [("", 1), ("a", 1), ("🦙🦙", 4), ("?", 0), ("b", 1), ("!", 0)]
+    expected = [("", 1), ("a", 1), ("🦙🦙", 4), ("?", 0), ("b", 1), ("!", 0)]
+    assert explore.pieces(Prompt([0] * 7, "a🦙🦙?b!", spans)) == expected
 
 
 def test_answer_tokens_show_a_character_where_it_is_whole(tmp_path):
@@ -291,8 +292,8 @@ def data_of(page: Path) -> dict:
 
 def test_the_program_writes_the_page_and_the_record(monkeypatch, checkpoint, tmp_path, capsys):
     page, record = tmp_path / "new folder/page.html", tmp_path / "record.json"
-    words = ["--prompt", TEXT, "--question", "What lay on the sand?", "--max-new-tokens", 5, "--html", page, "--json", record]
-    run(monkeypatch, *tiny(checkpoint, *words))
+    words = ["--prompt", TEXT, "--question", "What lay on the sand?", "--max-new-tokens", 5]
+    run(monkeypatch, *tiny(checkpoint, *words, "--html", page, "--json", record))
     data, written = data_of(page), json.loads(record.read_text())
     assert [method["spec"] for method in data["methods"]] == ["full", "compresskv", "snapkv", "streamingllm"]
     assert "".join(text for text, _ in data["pieces"]).count(TEXT.strip()) == 1

@@ -9,7 +9,8 @@ function buildMethods(choose) {
     radio.addEventListener("change", () => choose(index));
     const share = sum(method.entries) / (data.layers * data.prompt_tokens);
     const figures = make("span", { className: "quiet", textContent: `${percent(share)}, ${size(method.bytes)}` });
-    const answer = make("span", { className: "text", id: `answer-${index}`, textContent: method.text.trim() || "no answer" });
+    const text = method.text.trim() || "no answer";
+    const answer = make("span", { className: "text", id: `answer-${index}`, textContent: text });
     const heading = make("span", { className: "heading" }, radio, title, figures);
     element("methods").append(make("label", { className: "method" }, heading, answer));
   });
@@ -64,8 +65,11 @@ function listLooks(method, step, layer, view, go) {
     const [before, itself, after] = place < 0 ? inContext(position) : around(method.answer, place);
     const bar = make("meter", { min: 0, max: 1, value: share });
     bar.setAttribute("aria-hidden", "true");
-    const text = [make("span", { className: "before" }, make("span", { textContent: before })), make("b", { textContent: itself }),
-      make("span", { className: "after", textContent: after })];
+    const text = [
+      make("span", { className: "before" }, make("span", { textContent: before })), // two: it is cut at its left end
+      make("b", { textContent: itself }),
+      make("span", { className: "after", textContent: after }),
+    ];
     const title = place < 0 ? `token ${count(position)}` : `token ${place + 1} of the answer`;
     const button = make("button", { type: "button", disabled: place >= 0, title }, percent(share), bar, ...text);
     button.addEventListener("click", () => go(position));

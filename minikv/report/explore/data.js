@@ -30,7 +30,7 @@ function make(tag, properties = {}, ...children) {
 
 const count = (number) => number.toLocaleString("en-US");
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
-const size = (bytes) => (bytes < 1e5 ? `${(bytes / 1e3).toFixed(1)} kB` : `${(bytes / 1e6).toFixed(1)} MB`);
+const size = (bytes) => (bytes < 1e5 ? `${(bytes / 1e3).toFixed(1)}\u00a0kB` : `${(bytes / 1e6).toFixed(1)}\u00a0MB`);
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
 /** Text on one line, with its line breaks and tabs to be seen. */

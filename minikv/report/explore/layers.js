@@ -30,7 +30,8 @@ function buildFigure(go) {
   }
   const columns = [["", numbers]];
   if (data.head_scores) columns.push(["head scores", headMap()]);
-  columns.push(["kept, along the prompt", make("div", { id: "map" }, make("canvas", { id: "kept-map" }), make("canvas", { id: "seen-map" }))]);
+  const map = make("div", { id: "map" }, make("canvas", { id: "kept-map" }), make("canvas", { id: "seen-map" }));
+  columns.push(["kept, along the prompt", map]);
   columns.push(["", picture("budgets", BARS)]);
   const figure = element("figure");
   for (const [title] of columns) figure.append(make("span", { className: "quiet", textContent: title }));
@@ -39,16 +40,16 @@ function buildFigure(go) {
   figure.classList.toggle("with-heads", Boolean(data.head_scores));
   const cursor = make("div", { id: "cursor" });
   cursor.style.height = `${ROW}px`;
-  element("map").style.height = `${HEIGHT}px`;
+  map.style.height = `${HEIGHT}px`;
   figure.append(cursor);
   figure.addEventListener("click", (event) => {
-    const map = element("map").getBoundingClientRect();
-    const layer = Math.floor((event.clientY - map.top) / ROW);
-    const across = (event.clientX - map.left) / map.width;
+    const { top, left, width } = map.getBoundingClientRect();
+    const layer = Math.floor((event.clientY - top) / ROW);
+    const across = (event.clientX - left) / width;
     if (layer < 0 || layer >= data.layers) return;
     go(layer, across >= 0 && across < 1 ? Math.floor(across * data.prompt_tokens) : null);
   });
-  new ResizeObserver(() => go(null, null)).observe(element("map"));
+  new ResizeObserver(() => go(null, null)).observe(map);
 }
 
 function headMap() {
@@ -72,20 +73,22 @@ function paintLayer(method, layer) {
   if (!heads) return;
   for (const ring of heads.querySelectorAll(".voter")) ring.remove();
   for (const head of method.voters?.[layer] ?? []) {
-    draw(heads, "rect", { x: head * CELL + 0.5, y: layer * ROW + 0.5, width: CELL - 1.5, height: ROW - 1.5, class: "voter" })
-      .dataset.head = head;
+    const place = { x: head * CELL + 0.5, y: layer * ROW + 0.5, width: CELL - 1.5, height: ROW - 1.5 };
+    draw(heads, "rect", { ...place, class: "voter" }).dataset.head = head;
   }
 }
 
 /** What changes with the method: a bar for each layer. All compressed caches have one scale. */
 function paintBudgets(method) {
-  const full = data.methods[0];
-  const scale = Math.max(...data.methods.filter((other) => (other === full) === (method === full)).flatMap((other) => other.entries));
+  const isFull = (other) => other === data.methods[0];
+  const alike = data.methods.filter((other) => isFull(other) === isFull(method));
+  const scale = Math.max(...alike.flatMap((other) => other.entries));
   const svg = element("figure").querySelector(".budgets");
   svg.replaceChildren();
   element("budget-title").textContent = `entries, to ${count(scale)}`;
   method.entries.forEach((entries, layer) => {
-    const bar = draw(svg, "rect", { x: 0, y: layer * ROW + 1, width: (BARS * entries) / scale, height: ROW - 2, class: "bar" });
+    const width = (BARS * entries) / scale;
+    const bar = draw(svg, "rect", { x: 0, y: layer * ROW + 1, width, height: ROW - 2, class: "bar" });
     bar.dataset.layer = layer;
     bar.dataset.entries = entries;
   });

@@ -93,10 +93,12 @@ function numbers(method, layer) {
 function build() {
   const { settings, versions } = data;
   const question = settings.question ? ` The question: “${settings.question}”` : "";
-  element("about").textContent = `${settings.model} has read ${count(data.prompt_tokens)} tokens, and answers from what each method keeps of them.${question}`;
+  const read = `${settings.model} has read ${count(data.prompt_tokens)} tokens, and answers from what each method keeps`;
+  element("about").textContent = `${read} of them.${question}`;
   document.title = `What was kept: ${settings.model}`;
-  element("made").textContent = `minikv ${versions.minikv}, torch ${versions.torch}, ${settings.dtype}; budget ${settings.budget}, `
-    + `window ${settings.window}, kernel ${settings.kernel}, heads ${settings.heads} unless a method says otherwise; greedy decoding.`;
+  const options = `budget ${settings.budget}, window ${settings.window}, kernel ${settings.kernel}, heads ${settings.heads}`;
+  element("made").textContent = `minikv ${versions.minikv}, torch ${versions.torch}, ${settings.dtype}; ${options}`
+    + " unless a method says otherwise; greedy decoding.";
   const heads = Array.from({ length: data.kv_heads }, (_, head) => `KV head ${head}`);
   [`all ${data.heads}, averaged`, ...heads].forEach((name, view) => element("view").append(new Option(name, view)));
   element("view-label").hidden = data.kv_heads === 1;

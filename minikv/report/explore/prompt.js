@@ -80,6 +80,8 @@ function describePiece(piece, method, layer, view) {
   const { counts, of } = keepers(method, layer, view);
   const kept = Math.max(...counts.subarray(first, end));
   const verdict = kept === 0 ? "evicted" : of > 1 ? `kept by ${kept} of ${of} KV heads` : "kept";
-  const layers = sum(method.kept.map((_, other) => +keepers(method, other, view).counts.subarray(first, end).some(Boolean)));
-  return `${name}, “${readable(texts[piece])}”: ${verdict} in layer ${layer}, kept in ${layers} of ${data.layers} layers.`;
+  const isKept = (_, other) => keepers(method, other, view).counts.subarray(first, end).some(Boolean);
+  const layers = method.kept.filter(isKept).length;
+  const here = `“${readable(texts[piece])}”: ${verdict} in layer ${layer}`;
+  return `${name}, ${here}, kept in ${layers} of ${data.layers} layers.`;
 }
