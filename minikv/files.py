@@ -1,4 +1,4 @@
-"""Small JSON files: reading those that lie beside a checkpoint's weights, writing results."""
+"""Small files: reading the JSON that lies beside a checkpoint's weights, writing results."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: str | Path, record: dict) -> None:
-    """Write a JSON record beside and then into place, so that an interrupted run leaves no half file."""
+    """Write a JSON record beside and then into place."""
+    write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text beside and then into place, so that an interrupted run leaves no half file."""
     path = Path(path)
     beside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -124,22 +124,27 @@ def table(answers: list[Answer]) -> str:
     return command.text_table(rows)
 
 
+def add_prompt_arguments(parser: command.Parser) -> None:
+    """Where the prompt comes from: see read_prompt and make_prompt."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="the text to answer")
+    source.add_argument("--file", help="a file with the text; - is standard input")
+    parser.add_argument("--question", help="a question about the text, put after it")
+    parser.add_argument("--no-chat", action="store_true", help="give the text to the model as it is, without its chat template")
+    parser.add_argument("--parse-special", action="store_true", help="let the text hold control tokens such as <|im_end|>")
+
+
 def parse_arguments():
     parser = command.Parser(
         "Answer a prompt with a compressed KV cache. Without --prompt or --file: a demonstration on a built-in document."
     )
     command.add_model_arguments(parser)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to answer")
-    source.add_argument("--file", help="a file with the text; - is standard input")
-    parser.add_argument("--question", help="a question about the text, put after it")
+    add_prompt_arguments(parser)
     command.add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=command.not_negative, default=128, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token; above: sampling")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability together")
     parser.add_argument("--seed", type=command.seed, default=0, help="seed of the sampling")
-    parser.add_argument("--no-chat", action="store_true", help="give the text to the model as it is, without its chat template")
-    parser.add_argument("--parse-special", action="store_true", help="let the text hold control tokens such as <|im_end|>")
     parser.add_argument("--json", metavar="FILE", help="write settings, answers and figures to this file")
     arguments = parser.parse_args()
     command.check_outputs(arguments, "json")
@@ -171,6 +176,17 @@ def read_standard_input() -> str:
         raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
+def make_prompt(model: Llama, tokenizer: Tokenizer, text: str, question: str | None, arguments) -> Prompt:
+    """The prompt that asks the question about the text, as a chat or not; InputError where the model cannot take it."""
+    content = with_question(text, question) if question else text
+    make = tokenizer.raw_prompt if arguments.no_chat else tokenizer.chat_prompt
+    prompt = make(content, parse_special=arguments.parse_special)
+    check_prompt(model, torch.tensor([prompt.ids]), arguments.max_new_tokens)
+    if max(prompt.ids) >= model.config.vocab_size:
+        raise InputError(f"the tokenizer gives id {max(prompt.ids)}, the model knows {model.config.vocab_size}: they do not fit")
+    return prompt
+
+
 def main() -> None:
     arguments = parse_arguments()
     demonstration = arguments.prompt is None and arguments.file is None
@@ -182,14 +198,9 @@ def main() -> None:
     policy = command.make_policy(arguments.policy, arguments, profile)
     methods = {"full": Full(), arguments.policy: policy} if demonstration else {arguments.policy: policy}
 
-    content = with_question(text, question) if question else text
-    make_prompt = tokenizer.raw_prompt if arguments.no_chat else tokenizer.chat_prompt
-    prompt = make_prompt(content, parse_special=arguments.parse_special)
-    check_prompt(model, torch.tensor([prompt.ids]), arguments.max_new_tokens)
+    prompt = make_prompt(model, tokenizer, text, question, arguments)
     shape = PromptShape(model.config.layers, len(prompt.ids), model.new_layer_cache(1, 0).entry_bytes)
     policy.mean_entries(shape)  # a budget that is too small is told before the work
-    if max(prompt.ids) >= model.config.vocab_size:
-        raise InputError(f"the tokenizer gives id {max(prompt.ids)}, the model knows {model.config.vocab_size}: they do not fit")
     if demonstration:
         print(f"A document of {len(tokenizer.encode(text)):,} tokens, and a question about it: {question}")
 

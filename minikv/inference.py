@@ -115,8 +115,11 @@ def compress(prefill: Prefill, policy: Policy, reserve: int = 256) -> KVCache:
 
 @torch.no_grad()
 def prefill_for(model: Llama, tokens: Tensor, policies: list[Policy]) -> Prefill:
-    """A prefill of tokens [batch, seq] that holds all that the policies look at, such as the widest of their windows."""
-    window = max(policy.window or 0 for policy in policies)
+    """A prefill of tokens [batch, seq] that holds all that the policies look at, such as the widest of their windows.
+
+    The last query, which gives the first answer token, is there whatever they look at.
+    """
+    window = max(policy.window or 1 for policy in policies)
     return prefill(model, tokens, window, column_sums=any(policy.window is None for policy in policies))
 
 

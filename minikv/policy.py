@@ -199,12 +199,16 @@ class CompressKV(WindowPolicy):
             return super().budgets(prompt)
         return self.error_aware_budgets(prompt, self.profile.layer_scores)
 
+    def voters(self, layer: int) -> list[int]:
+        """The query heads that vote in a layer, strongest first."""
+        ranks = self.profile.traditional_ranks if self.traditional else self.profile.head_ranks
+        return ranks[layer][: self.heads]
+
     def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
         heads, kv_heads = queries.shape[1], keys.shape[1]
         if heads != self.profile.heads:
             raise InputError(f"the profile is for {self.profile.heads} query heads a layer, the model has {heads}")
-        ranks = self.profile.traditional_ranks if self.traditional else self.profile.head_ranks
-        voters = torch.tensor(ranks[layer][: self.heads], device=keys.device)
+        voters = torch.tensor(self.voters(layer), device=keys.device)
         votes = scores.window_votes(queries[:, voters], keys[:, voters // (heads // kv_heads)], self.kernel)
         return repeat(votes.mean(1), "batch prefix -> batch kv_heads prefix", kv_heads=kv_heads)
 

@@ -21,7 +21,7 @@ from minikv import scores
 from minikv.budget import Budget, PromptShape, error_aware
 from minikv.errors import InputError
 from minikv.policy_base import WindowPolicy
-from minikv.srh import Profile, strongest
+from minikv.srh import Profile
 
 if TYPE_CHECKING:
     from minikv.inference import Prefill
@@ -85,10 +85,10 @@ class SharedVote(WindowPolicy):
             raise InputError("no head of the profile has a score above 0, so none can vote")
         return found
 
-    def voters(self) -> list[tuple[int, int]]:
-        """The heads that vote as (layer, head), strongest first."""
+    def voters(self, layer: int) -> list[int]:
+        """The query heads of a layer that vote; none in most layers."""
         found = self.head_scores()
-        return [(layer, head) for layer, head in strongest(found) if found[layer, head] >= self.strength * found.max()]
+        return (found[layer] >= self.strength * found.max()).nonzero()[:, 0].tolist()
 
     def budgets(self, prompt: PromptShape | Prefill) -> list[int]:
         """Entries of each layer: the floor, and of the rest a share by the layer's heads."""
@@ -103,23 +103,20 @@ class SharedVote(WindowPolicy):
 
     def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
         """What this layer's voters give to each position, the same for all KV heads; zeros where no head votes."""
-        heads, kv_heads, prefix = queries.shape[1], keys.shape[1], keys.shape[2] - queries.shape[2]
+        heads, kv_heads = queries.shape[1], keys.shape[1]
         if heads != self.profile.heads:
             raise InputError(f"the profile is for {self.profile.heads} query heads a layer, the model has {heads}")
-        own = torch.tensor([head for at, head in self.voters() if at == layer], device=keys.device)
-        if not len(own):
-            return torch.zeros(keys.shape[0], kv_heads, prefix, device=keys.device)
+        own = torch.tensor(self.voters(layer), device=keys.device, dtype=torch.long)
         votes = scores.window_votes(queries[:, own], keys[:, own // (heads // kv_heads)], self.kernel)
         return repeat(votes.sum(1), "batch prefix -> batch kv_heads prefix", kv_heads=kv_heads)
 
     def selection(self, prompt: PromptShape | Prefill) -> Callable[[int, Tensor, Tensor], Tensor]:
         """The layers' choices in one pass: each follows the votes of the voters up to it."""
-        budgets, voting = self.budgets(prompt), {layer for layer, _ in self.voters()}
-        votes = None
+        budgets, votes = self.budgets(prompt), None
 
         def choose_layer(layer: int, queries: Tensor, keys: Tensor) -> Tensor:
             nonlocal votes
-            if layer in voting:
+            if self.voters(layer):
                 own = self.score(layer, queries, keys)
                 votes = own if votes is None else votes + own
             return self._keep(votes, budgets[layer], layer, keys)
@@ -130,9 +127,10 @@ class SharedVote(WindowPolicy):
         """As the layers choose in one pass, or all of them by the votes of all voters."""
         if self.one_pass:
             return super().choose(prefill)
-        queries, keys = [prefill.last_queries(layer, self.window) for layer in range(prefill.layers)], prefill.cache
-        votes = sum(self.score(layer, queries[layer], keys[layer].keys) for layer in {layer for layer, _ in self.voters()})
-        return [self._keep(votes, budget, layer, keys[layer].keys) for layer, budget in enumerate(self.budgets(prefill))]
+        voting = [layer for layer in range(prefill.layers) if self.voters(layer)]
+        keys = [cache.keys for cache in prefill.cache.layers]
+        votes = sum(self.score(layer, prefill.last_queries(layer, self.window), keys[layer]) for layer in voting)
+        return [self._keep(votes, budget, layer, keys[layer]) for layer, budget in enumerate(self.budgets(prefill))]
 
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         """What the layer keeps when its own voters are the only ones."""

@@ -14,7 +14,8 @@ import minikv
 from conftest import make_profile, make_prompt, make_tiny_model
 from minikv.errors import InputError
 from minikv.evals.fidelity import attention_errors, compare, measure, next_logits, parse_arguments
-from minikv.evals.fidelity_prompts import ask
+from minikv.evals.fidelity_prompts import HIDDEN, ask
+from minikv.evals.tasks import load_tasks
 from minikv.evals.sweep import Pair
 from minikv.policy import METHODS, CompressKV, Full, SnapKV, StreamingLLM
 from tiny_checkpoint import write_checkpoint
@@ -91,11 +92,18 @@ def test_layer_errors_start_from_the_full_caches_hidden_states():
 def test_prompts_alternate_in_kind_and_have_exactly_the_asked_length(default_model):
     _, tokenizer = default_model
     prompts = list(ask(tokenizer, [1024, 2048], 9))
-    assert [key.split()[1].rstrip(",") for key, _ in prompts] == ["needle", "question", "summary"] * 3
-    for number, (_, ids) in enumerate(prompts):
+    assert [kind for kind, _, _ in prompts] == ["needle", "question", "summary"] * 3
+    assert [name.split()[1].rstrip(",") for _, name, _ in prompts] == ["needle", "question", "summary"] * 3
+    for number, (_, _, ids) in enumerate(prompts):
         assert len(ids) == [1024, 2048, 1024][number // 3]
-    assert len({tuple(ids) for _, ids in prompts}) == 9
+    assert len({tuple(ids) for _, _, ids in prompts}) == 9
 
+
+def test_prompts_that_hide_several_sentences_hold_them_all(default_model):
+    _, tokenizer = default_model
+    for kind, _, ids in ask(tokenizer, [1024], 8, ["several", "all", "distractors", "two-hop"]):
+        hidden = next(task for task in load_tasks("1", kind, HIDDEN, 0))
+        assert len(ids) == 1024 and len(hidden.asked) + len(hidden.others) == (2 if kind == "two-hop" else HIDDEN)
 
 
 def test_the_program_goes_on_from_its_results_and_gives_the_same_table_json_and_picture(tmp_path):

@@ -129,9 +129,13 @@ def _step(model: Llama, caches: list[KVCache], tokens: Tensor) -> Tensor:
 # --- what the programs that sweep have in common ---
 
 
-def add_arguments(parser: command.Parser, max_new_tokens: int | None) -> None:
+def add_methods_argument(parser: command.Parser, default: list[str]) -> None:
     methods = f"some of {', '.join(METHODS)}, {command.changes_help}"
-    parser.add_argument("--methods", nargs="+", default=list(SIX), metavar="METHOD", help=methods)
+    parser.add_argument("--methods", nargs="+", default=default, metavar="METHOD", help=methods)
+
+
+def add_arguments(parser: command.Parser, max_new_tokens: int | None) -> None:
+    add_methods_argument(parser, list(SIX))
     parser.add_argument("--budgets", nargs="+", default=["3%", "6%", "12%", "25%"], help=command.budget_help)
     command.add_selection_arguments(parser)
     parser.add_argument("--max-new-tokens", type=command.positive, default=max_new_tokens, help="longest answer, in tokens")
@@ -147,6 +151,11 @@ def check_arguments(arguments: Namespace) -> None:
     command.check_outputs(arguments, "results", "json", "plot")
     for name in ("methods", "budgets"):
         setattr(arguments, name, listed(name, getattr(arguments, name)))
+    check_specs(arguments)
+
+
+def check_specs(arguments: Namespace) -> None:
+    """Refuse what is not a method or a budget."""
     for method in arguments.methods:
         command.read_spec(method)
     for budget in arguments.budgets:

@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from minikv.policy import METHODS
 from minikv.report.figure import save
+from minikv.report.titles import title
 
 # Of each method: one of Okabe and Ito's colours (and a grey), a marker, a line, the hatching of a bar.
 _COLOURS = ("#000000", "#999999", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#0072B2")
@@ -24,23 +25,6 @@ LOOK = {
     for method, colour, marker, line in zip(METHODS, _COLOURS, "sXv^Dpho*", _LINES)
 }
 HATCH = dict(zip(METHODS, ("", "..", "//", "\\\\", "xx", "++", "oo", "--", "**")))
-TITLE = {
-    "full": "full cache",
-    "streamingllm": "StreamingLLM",
-    "snapkv": "SnapKV",
-    "pyramidkv": "PyramidKV",
-    "cake": "CAKE",
-    "tova": "TOVA",
-    "h2o": "H2O",
-    "compresskv": "CompressKV",
-    "sharedvote": "shared vote",
-}
-
-
-def title(spec: str) -> str:
-    """`compresskv:window=16` as people read it."""
-    name, *changes = spec.split(":")
-    return ", ".join([TITLE[name], *(change.replace("=", " ").replace("_", " ") for change in changes)])
 
 
 def looks(rows: list[dict]) -> dict[str, str]:
@@ -155,7 +139,7 @@ def draw_longbench(record: dict, path: str | Path) -> list[Path]:
     figure, grid = plt.subplots(len(budgets), 1, figsize=(9, 1.2 + 2.2 * len(budgets)), squeeze=False, layout="constrained")
     for axes, budget in zip(grid[:, 0], budgets):
         _bars(axes, [row for row in scores if row["budget"] in (budget, None)])
-        axes.set_title(f"budget {budget}" if budget else TITLE["full"], fontsize=9)
+        axes.set_title(f"budget {budget}" if budget else title("full"), fontsize=9)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
     wording = "the benchmark's own" if record["comparable"] else "not the benchmark's own, not comparable"
