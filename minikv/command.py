@@ -60,9 +60,9 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     """How a method chooses, whichever it is and whatever its budget."""
     own = "default: the method's own, %s in the paper's and %s in sharedvote"
-    window = "last prompt tokens whose attention chooses, and which are kept; " + own % (8, 32)
+    window = "last prompt tokens whose attention chooses, and which are kept; " + own % (8, 24)
     parser.add_argument("--window", type=positive, help=window)
-    parser.add_argument("--kernel", type=positive, help="width of the pooling over positions, odd; " + own % (5, 21))
+    parser.add_argument("--kernel", type=positive, help="width of the pooling over positions, odd; " + own % (5, 31))
     parser.add_argument("--heads", type=positive, help="compresskv: retrieval heads of a layer that vote; default: 4")
     profile = "compresskv, sharedvote: the model's profile; default: weights/profiles/MODEL.json"
     parser.add_argument("--profile", help=profile)

@@ -23,7 +23,6 @@ from minikv.files import write_json, write_text
 from minikv.generate import add_prompt_arguments, make_prompt, read_prompt
 from minikv.inference import Prefill, compress, prefill_for
 from minikv.model import Llama, attend
-from minikv.policy import CompressKV
 from minikv.report.explore_page import render
 from minikv.report.titles import title
 from minikv.scores import group_mean, window_attention
@@ -142,7 +141,7 @@ def watch(model: Llama, tokenizer: Tokenizer, prefilled: Prefill, pair: Pair, ma
         "title": name[:1].upper() + name[1:],
         "about": first_paragraph(policy),
         "window": policy.window or 0,
-        "voters": [policy.voters(layer) for layer in layers] if isinstance(policy, CompressKV) else None,
+        "voters": [policy.voters(layer) for layer in layers] if hasattr(policy, "voters") else None,
         "entries": cache.kept,
         "bytes": cache.nbytes,
         "kept": [bitmaps(layer.positions[0], prefilled.length) for layer in cache.layers],
@@ -171,7 +170,7 @@ def explore(model: Llama, tokenizer: Tokenizer, prompt: Prompt, pairs: list[Pair
             methods.append(watch(model, tokenizer, prefilled, pair, max_new_tokens))
             bar.update()
     config = model.config
-    profile = next((pair.policy.profile for pair in pairs if isinstance(pair.policy, CompressKV)), None)
+    profile = next((pair.policy.profile for pair in pairs if hasattr(pair.policy, "profile")), None)
     return {
         "layers": config.layers,
         "heads": config.heads,

@@ -32,8 +32,8 @@ class SharedVote(WindowPolicy):
     """One vote of the model's strongest semantic retrieval heads, and most entries for the layers of such heads.
 
     profile: must hold head_scores, which compare across layers. window: the last prompt tokens whose attention is
-    read; 32 hold a question of some twenty words and the chat template's closing tokens. kernel: width of the average
-    pooling over positions, odd; 21 keep a sentence together. strength: a head votes if its score is at least this share
+    read; 24 hold a question of some fifteen words and the closing tokens of a chat template. kernel: width of the average
+    pooling over positions, odd; 31 keep a sentence together, and some of its surroundings. strength: a head votes if its score is at least this share
     of the strongest head's. sinks: how many of the first tokens are kept whatever they score. floor: what every layer
     keeps at least, the sinks and then the prompt's last tokens. concentration: layers share the other entries in
     proportion to the sum of their heads' scores to this power; 0 gives all layers the same. layer_errors: share them by
@@ -45,8 +45,8 @@ class SharedVote(WindowPolicy):
 
     budget: Budget
     profile: Profile
-    window: int = 32
-    kernel: int = 21
+    window: int = 24
+    kernel: int = 31
     strength: float = 0.5
     sinks: int = 1
     floor: int = 9
@@ -102,11 +102,11 @@ class SharedVote(WindowPolicy):
         return error_aware(shares, mean * prompt.layers, min(self.floor, mean), prompt.length)
 
     def score(self, layer: int, queries: Tensor, keys: Tensor) -> Tensor:
-        """What this layer's voters give to each position, the same for all KV heads; zeros where no head votes."""
+        """What the voters of a layer that has some give to each position, the same for all KV heads."""
         heads, kv_heads = queries.shape[1], keys.shape[1]
         if heads != self.profile.heads:
             raise InputError(f"the profile is for {self.profile.heads} query heads a layer, the model has {heads}")
-        own = torch.tensor(self.voters(layer), device=keys.device, dtype=torch.long)
+        own = torch.tensor(self.voters(layer), device=keys.device)
         votes = scores.window_votes(queries[:, own], keys[:, own // (heads // kv_heads)], self.kernel)
         return repeat(votes.sum(1), "batch prefix -> batch kv_heads prefix", kv_heads=kv_heads)
 
@@ -134,7 +134,8 @@ class SharedVote(WindowPolicy):
 
     def select(self, layer: int, queries: Tensor, keys: Tensor, budget: int) -> Tensor:
         """What the layer keeps when its own voters are the only ones."""
-        return self._keep(self.score(layer, queries, keys), budget, layer, keys)
+        votes = self.score(layer, queries, keys) if self.voters(layer) else None
+        return self._keep(votes, budget, layer, keys)
 
     def _keep(self, votes: Tensor | None, budget: int, layer: int, keys: Tensor) -> Tensor:
         """Positions [batch, kv_heads, budget]: the sinks, the best by votes [batch, kv_heads, seq - window], and the end.

@@ -17,6 +17,7 @@ from tiny_checkpoint import write_checkpoint
 from minikv.errors import InputError
 from minikv.evals import niah
 from minikv.evals.needle_cases import NeedleCase
+from minikv.evals.tasks import MODES, load_tasks
 from minikv.haystack import DATA, Family, Needle, Task, contains, hide, hide_all, load_families, load_haystack, load_needles, recall
 from minikv.tokenizer import Tokenizer
 
@@ -124,25 +125,41 @@ def test_there_are_enough_needles_of_the_projects_own_of_every_kind():
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert len(load_needles(path)) >= 24 and set(kinds) == {"sentence", "number", "name", "two-part"}
     questions = {needle.question: kind for needle, kind in zip(load_needles(path), kinds)}
-    drawn = [questions[task.question] for task in niah.load_tasks("12", "single", 4, 0)]
+    drawn = [questions[task.question] for task in load_tasks("12", "single", 4, 0)]
     assert all(drawn.count(kind) >= 2 for kind in set(kinds))
 
 
-@pytest.mark.parametrize("mode", niah.MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_hides_and_asks_what_it_says(mode):
-    tasks = niah.load_tasks("24", mode, 3, seed=1)
+    tasks = load_tasks("24", mode, 3, seed=1)
     assert len(tasks) == 24
     assert len({task.question for task in tasks}) == 24
     for task in tasks:
         needles = {needle.needle for needle in task.asked + task.others}
-        expected = {"single": (1, 1), "several": (1, 3), "all": (3, 3), "distractors": (1, 3)}[mode]
+        expected = {"single": (1, 1), "several": (1, 3), "all": (3, 3), "distractors": (1, 3), "two-hop": (1, 2)}[mode]
         assert (len(task.asked), len(needles)) == expected
         assert task.answers == [needle.answer for needle in task.asked]
         beginnings = {" ".join(needle.split()[:2]) for needle in needles}
-        assert (len(beginnings) == 1) == (mode != "several")  # of one form, or not
-    assert tasks == niah.load_tasks("24", mode, 3, seed=1)
-    if mode != "single":
-        assert tasks != niah.load_tasks("24", mode, 3, seed=2)
+        assert (len(beginnings) == 1) == (mode not in ("several", "two-hop"))  # of one form, or not
+    assert tasks == load_tasks("24", mode, 3, seed=1)
+    if mode not in ("single", "two-hop"):  # nothing is drawn
+        assert tasks != load_tasks("24", mode, 3, seed=2)
+
+
+def test_two_hop_facts_hide_both_sentences_and_are_refused_where_they_cannot_be_used(tmp_path):
+    fact = {"first": "Ada keeps the key.", "second": "Ada lives in Rome.", "question": "Where is the key?", "answer": "Rome"}
+    path = tmp_path / "hops.jsonl"
+    path.write_text(json.dumps(fact))
+    (task,) = load_tasks(str(path), "two-hop", 4, 0)
+    assert [needle.needle for needle in task.asked + task.others] == ["Ada lives in Rome.", "Ada keeps the key."]
+    assert task.answers == ["Rome"] and task.question == "Where is the key?"
+    for change, message in (({"answer": "Oslo"}, "'Oslo' does not occur"), ({"first": ""}, "lacks a text for first, second")):
+        path.write_text(f"{json.dumps(fact)}\n{json.dumps(fact | change)}\n")
+        with pytest.raises(InputError, match=f"hops.jsonl, line 2.*{message}"):
+            load_tasks(str(path), "two-hop", 4, 0)
+    path.write_text("\n")
+    with pytest.raises(InputError, match="holds no two-hop facts"):
+        load_tasks(str(path), "two-hop", 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +184,7 @@ def test_a_family_that_cannot_be_used_is_named_by_line(tmp_path, line, message):
 def test_needles_of_ones_own_may_hold_any_character(tmp_path):
     fields = {"needle": "A b\u2028c \x85 d is 5.", "question": "What?", "real_needle": "5"}
     (tmp_path / "n.jsonl").write_text(json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8")
-    (task,) = niah.load_tasks(str(tmp_path / "n.jsonl"), "single", 4, 0)
+    (task,) = load_tasks(str(tmp_path / "n.jsonl"), "single", 4, 0)
     assert task == Task("What?", (Needle(fields["needle"], "What?", "5"),))
 
 
@@ -233,7 +250,7 @@ def test_a_needle_that_the_question_repeats_is_told_as_that(folder):
 )
 def test_tasks_that_cannot_be_had_are_refused(needles, mode, hidden, message):
     with pytest.raises(InputError, match=message):
-        niah.load_tasks(needles, mode, hidden, 0)
+        load_tasks(needles, mode, hidden, 0)
 
 
 # --- the program ---
