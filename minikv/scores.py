@@ -37,6 +37,8 @@ def pool(scores: Tensor, kernel: int) -> Tensor:
     The result has the shape and dtype of the scores.
     Text is understood in spans: a token next to a much-attended one is worth more than a lone one (SnapKV).
     """
+    if not scores.numel():  # a prompt no longer than its window: avg_pool1d refuses what is empty
+        return scores
     flat = scores.reshape(-1, 1, scores.shape[-1])
     return F.avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).reshape(scores.shape)
 

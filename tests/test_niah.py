@@ -381,7 +381,7 @@ def test_two_ranks_give_the_very_numbers_of_one_process(program):
 
 def test_another_experiments_results_are_refused_in_one_line(program):
     results = str(program.out / "results.jsonl")
-    program.run("--results", results, "--limit", "1")
+    program.run("--results", results, "--limit", "1", "--window", "8")
     refused = program.start("--results", results, "--limit", "1", "--window", "9")
     out, error = refused.communicate(timeout=60)
     assert refused.returncode == 2 and out == ""
