@@ -146,9 +146,9 @@ class SharedVote(WindowPolicy):
         length = everything.shape[-1]
         if budget >= length:
             return everything
-        sinks = min(self.sinks, budget - 1)
-        best = 0 if votes is None else max(budget - sinks - self.window, 0)
-        kept = [everything[..., :sinks], everything[..., length - (budget - sinks - best) :]]
+        best = 0 if votes is None else max(budget - self.sinks - self.window, 0)
+        kept = [everything[..., : self.sinks], everything[..., length - (budget - self.sinks - best) :]]
         if best:
-            kept.insert(1, sinks + scores.best_positions(scores.refuse_nan(votes[..., sinks:], layer), best))
+            found = scores.best_positions(scores.refuse_nan(votes[..., self.sinks :], layer), best)
+            kept.insert(1, self.sinks + found)
         return torch.cat(kept, dim=-1)

@@ -72,6 +72,7 @@ def test_a_small_budget_keeps_the_end_of_the_window_and_the_sinks():
     queries, keys = torch.randn(1, 2, 8, 4), torch.randn(1, 1, 40, 4)
     assert policy.select(0, queries, keys, 4)[0, 0].tolist() == [0, 1, 38, 39]
     assert policy.select(0, queries, keys, 10)[0, 0].tolist() == [0, 1, *range(32, 40)]  # the window, and nothing more
+    assert policy.select(0, queries, keys, 50)[0, 0].tolist() == list(range(40))  # more than there is
     assert len(set(policy.select(0, queries, keys, 11)[0, 0].tolist()) - {0, 1, *range(32, 40)}) == 1
 
 
