@@ -113,6 +113,12 @@ def test_section_10_mended_best_positions(answers):
     assert answers.mended_best_positions(votes, 10).tolist() == list(range(990, 1000))
 
 
+def test_section_11_voters(answers):
+    head_scores = torch.tensor([[0.1, 1.9], [4.0, 2.0], [0.0, 0.0], [3.0, 2.0]])
+    assert answers.voters(head_scores, 0.5) == [(1, 0), (3, 0), (1, 1), (3, 1)]
+    assert answers.voters(head_scores, 1.0) == [(1, 0)]
+
+
 def test_section_12_overlap(answers):
     first, second = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]]), torch.tensor([[2, 3, 4, 5], [4, 5, 6, 9]])
     assert answers.overlap(first, second) == pytest.approx(5 / 8)

@@ -82,5 +82,11 @@ def mended_best_positions(scores: Tensor, count: int) -> Tensor:
     return scores.sort(descending=True, stable=True).indices[:count].sort().values
 
 
+def voters(head_scores: Tensor, strength: float) -> list[tuple[int, int]]:
+    order = head_scores.flatten().sort(descending=True, stable=True).indices.tolist()
+    heads = [divmod(index, head_scores.shape[1]) for index in order]
+    return [head for head in heads if head_scores[head] >= strength * head_scores.max()]
+
+
 def overlap(first: Tensor, second: Tensor) -> float:
     return torch.cat([torch.isin(*heads) for heads in zip(first, second)]).float().mean().item()

@@ -123,6 +123,17 @@ def mended_best_positions(scores: Tensor, count: int) -> Tensor:
     return scores.half().topk(count).indices.sort().values
 
 
+# Section 11
+
+
+def voters(head_scores: Tensor, strength: float) -> list[tuple[int, int]]:
+    """The heads with at least `strength` of the strongest head's score, from scores [layers, heads], as (layer, head).
+
+    Strongest first, and of equal ones the lower layer, then the lower head.
+    """
+    raise NotImplementedError
+
+
 # Section 12
 
 
