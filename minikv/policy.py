@@ -1,6 +1,6 @@
 """The methods: for each, how many entries a layer keeps and which positions those are.
 
-A policy is a small frozen dataclass with two pure functions, `budgets` and `select`. It knows nothing of text, files
+A policy is a small frozen dataclass of pure functions, `budgets` and `select` above all. It knows nothing of text, files
 or devices, and holds nothing of a prompt: two prompts cannot influence each other. `budget` is the mean number of
 entries a layer, or a Share of the prompt, or Bytes.
 """

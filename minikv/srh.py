@@ -25,8 +25,8 @@ def semantic_score(rows: Tensor, token: int, prompt: Tensor, answer: Tensor) -> 
     """The credit [heads] of one decode step: attention to the whole answer span, if the token occurs in it.
 
     rows [heads, kept] float32 are the attention rows of the query that produced `token`, over a full cache; prompt
-    [seq] its token ids; answer [span] the positions of the answer in the prompt. A head that looks around the answer is
-    credited too, not only one that looks at the very token.
+    [seq] its token ids; answer [span] the positions of the answer in the prompt. A head that looks at another
+    token of the answer is credited too, not only one that looks at the very token.
     """
     if token not in prompt[answer].tolist():
         return torch.zeros(rows.shape[0])
