@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_profile, make_prompt, make_tiny_model
+from conftest import make_policy, make_profile, make_prompt, make_tiny_model
 from copying import COPIER, copying_model, prompt_with_answer
 from tiny_checkpoint import write_checkpoint
 from tokenizer_files import AWKWARD, chat_folder, family_folder, train_sentencepiece
@@ -43,8 +43,7 @@ def checkpoint(tmp_path_factory):
 def all_pairs(model, budget=24) -> list[Pair]:
     pairs = []
     for name, method in policy.METHODS.items():
-        extra = {"profile": make_profile(model)} if name == "compresskv" else {}
-        pairs.append(Pair(name, None, method()) if name == "full" else Pair(name, "24", method(budget, **extra)))
+        pairs.append(Pair(name, None if name == "full" else "24", make_policy(method, budget, make_profile(model))))
     return pairs
 
 
