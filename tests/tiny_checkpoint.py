@@ -54,5 +54,6 @@ def write_checkpoint(folder: Path, add_bos: bool = False) -> Path:
     save_file(weights, folder / "model.safetensors")
     layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
     ranks = [[(layer + head) % heads for head in range(heads)] for layer in range(layers)]
-    Profile(ranks, [0.2, 0.3, 0.5]).save(folder / "profile.json")
+    head_scores = [[float(len(row) - row.index(head)) for head in range(len(row))] for row in ranks]
+    Profile(ranks, [0.2, 0.3, 0.5], head_scores).save(folder / "profile.json")
     return folder
