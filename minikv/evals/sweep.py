@@ -27,6 +27,7 @@ from minikv.policy import METHODS, Policy
 from minikv.srh import fingerprint
 
 T = TypeVar("T")
+CHOOSING = ("head_ranks", "layer_scores", "head_scores", "traditional_scores")  # of a profile, what methods choose by
 SIX = ("full", "streamingllm", "snapkv", "pyramidkv", "cake", "compresskv")  # those of the paper
 
 
@@ -195,7 +196,7 @@ def settings_of(model: Llama, pairs: list[Pair], arguments: Namespace) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "weights": fingerprint(model),
-        "profile": digest([profiles[0].head_ranks, profiles[0].layer_scores]) if profiles else None,
+        "profile": digest([getattr(profiles[0], name) for name in CHOOSING]) if profiles else None,
     }
 
 
