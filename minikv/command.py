@@ -60,7 +60,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
 def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     """How a method chooses, whichever it is and whatever its budget."""
     own = "default: the method's own, %s in the paper's and %s in sharedvote"
-    window = "last prompt tokens whose attention chooses, and which are kept; " + own % (8, 24)
+    window = "last prompt tokens whose attention chooses; kept, too, where the budget holds them; " + own % (8, 24)
     parser.add_argument("--window", type=positive, help=window)
     parser.add_argument("--kernel", type=positive, help="width of the pooling over positions, odd; " + own % (5, 31))
     parser.add_argument("--heads", type=positive, help="compresskv: retrieval heads of a layer that vote; default: 4")
@@ -90,6 +90,12 @@ def make_policy(spec: str, arguments, profile: Callable[[], Profile]) -> policy.
     if "profile" in known:
         options["profile"] = profile()
     return method(**options | changes)
+
+
+def options_of(chosen: policy.Policy) -> dict[str, int | float | bool]:
+    """The numbers that a policy chooses by, its budget apart: given, or its own."""
+    numbers = {name: value for name, value in vars(chosen).items() if isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if name != "budget"}
 
 
 def read_spec(spec: str) -> tuple[type[policy.Policy], dict]:

@@ -140,6 +140,7 @@ def watch(model: Llama, tokenizer: Tokenizer, prefilled: Prefill, pair: Pair, ma
         "spec": pair.method,
         "title": name[:1].upper() + name[1:],
         "about": first_paragraph(policy),
+        "options": command.options_of(policy),
         "window": policy.window or 0,
         "voters": [policy.voters(layer) for layer in layers] if hasattr(policy, "voters") else None,
         "entries": cache.kept,
@@ -225,7 +226,7 @@ def table(methods: list[dict], prompt_tokens: int) -> str:
 
 def settings_of(model: Llama, arguments: Namespace, question: str | None) -> dict:
     """What the page's last line and the record say of how it was made."""
-    names = ("methods", "budget", "window", "kernel", "heads", "max_new_tokens")
+    names = ("methods", "budget", "max_new_tokens")
     settings = {name: getattr(arguments, name) for name in names}
     dtype = str(model.dtype).removeprefix("torch.")
     return {"model": Path(arguments.model).name, "dtype": dtype, "question": question, **settings}
@@ -241,7 +242,7 @@ def main() -> None:
     record = {"settings": settings_of(model, arguments, question), "versions": command.versions()}
     write_text(arguments.html, render(record | data))
     if arguments.json:
-        figures = ("spec", "text", "entries", "bytes")
+        figures = ("spec", "options", "text", "entries", "bytes")
         methods = [{name: method[name] for name in figures} for method in data["methods"]]
         write_json(arguments.json, {**record, "prompt_tokens": data["prompt_tokens"], "methods": methods})
     for method in data["methods"]:

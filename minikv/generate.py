@@ -214,6 +214,7 @@ def main() -> None:
         print()
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "debug")}
+        settings["options"] = {name: command.options_of(method) for name, method in methods.items()}
         record = {"settings": settings, "versions": command.versions(), "prompt_tokens": len(prompt.ids)}
         write_json(arguments.json, {**record, "answers": [asdict(answer) for answer in answers]})
     print("\n" + table(answers))

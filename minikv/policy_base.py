@@ -25,7 +25,7 @@ class Policy(ABC):
     budget: Budget
     window: int | None = 0
     at_least: int = 2  # entries a layer without which the method makes no sense
-    needs_all_layers = False  # its budgets need a Prefill, not just the prompt's shape
+    needs_all_layers = False  # it needs a whole Prefill, not just the prompt's shape and one layer after the other
 
     def mean_entries(self, prompt: PromptShape | Prefill) -> int:
         """The budget in entries, as a mean over the layers; InputError where it is below `at_least`."""

@@ -32,15 +32,15 @@ class SharedVote(WindowPolicy):
     """One vote of the model's strongest semantic retrieval heads, and most entries for the layers of such heads.
 
     profile: must hold head_scores, which compare across layers. window: the last prompt tokens whose attention is
-    read; 24 hold a question of some fifteen words and the closing tokens of a chat template. kernel: width of the average
-    pooling over positions, odd; 31 keep a sentence together, and some of its surroundings. strength: a head votes if its score is at least this share
-    of the strongest head's. sinks: how many of the first tokens are kept whatever they score. floor: what every layer
-    keeps at least, the sinks and then the prompt's last tokens. concentration: layers share the other entries in
-    proportion to the sum of their heads' scores to this power; 0 gives all layers the same. layer_errors: share them by
-    the profile's layer scores instead, as CompressKV does (an ablation).
+    read; 24 hold a question of some fifteen words and the closing tokens of a chat template. kernel: width of the
+    average pooling over positions, odd; 31 keep a sentence together, and some of its surroundings. strength: a head
+    votes if its score is at least this share of the strongest head's. sinks: how many of the first tokens are kept
+    whatever they score. floor: what every layer keeps at least, the sinks and then the prompt's last tokens.
+    concentration: layers share the other entries in proportion to the sum of their heads' scores to this power; 0 gives
+    all layers the same. For ablations: layer_errors True shares them by the profile's layer scores, as CompressKV does;
+    one_pass False lets every layer follow all voters, for which all layers must be there at once.
 
-    A layer whose budget does not hold the window keeps its end. All KV heads of all layers keep the same best positions,
-    each layer as many of them as it can.
+    A layer whose budget does not hold the window keeps its end. All KV heads of a layer keep the same positions.
     """
 
     budget: Budget
@@ -97,7 +97,8 @@ class SharedVote(WindowPolicy):
         mean = self.mean_entries(prompt)
         shares = self.profile.layer_scores
         if not self.layer_errors:
-            weights = self.head_scores().clamp(min=0).sum(1) ** self.concentration
+            found = self.head_scores()
+            weights = (found.clamp(min=0) / found.max()).sum(1) ** self.concentration  # tiny and huge scores, too
             shares = (weights / weights.sum()).tolist()
         return error_aware(shares, mean * prompt.layers, min(self.floor, mean), prompt.length)
 

@@ -46,7 +46,7 @@ def gather(tiny, prompt, budget, new) -> dict:
     methods |= {"streamingllm": StreamingLLM(budget)}
     pairs = [Pair(name, None if name == "full" else str(budget), method) for name, method in methods.items()]
     settings = {"model": "tiny", "question": None, "dtype": "float32", "budget": budget}
-    made = {"settings": settings | {"window": 8, "kernel": 5, "heads": 2}, "versions": {"minikv": "abc", "torch": "2"}}
+    made = {"settings": settings, "versions": {"minikv": "abc", "torch": "2"}}
     return made | explore.explore(*tiny, prompt, pairs, new)
 
 
@@ -428,6 +428,15 @@ def test_an_empty_answer_says_so(show, data):
     page = show(data | {"methods": [method]})
     assert "ended its turn at once" in page.locator("#answer").text_content()
     assert page.locator("#methods .text").text_content() == "no answer"
+
+
+def test_a_layer_in_which_no_head_votes_says_so_and_the_options_are_named(show, data):
+    method = data["methods"][1] | {"voters": [[], [2], []]}
+    page = show(data | {"methods": [method]}, at="#layer=0")
+    assert "None of its heads votes" in page.locator("#layer-words").text_content()
+    assert "window 8, kernel 5, heads 2" in page.locator("#about-method").text_content()
+    page = show(data | {"methods": [method]}, at="#layer=1")
+    assert "heads 2 (" in page.locator("#layer-words").text_content()
 
 
 def test_a_model_of_one_layer_and_one_kv_head(show, data):

@@ -113,6 +113,8 @@ def test_an_answer_its_table_and_its_record(default_folder, tmp_path):
     record = json.loads(record_file.read_text())
     (answer,) = record["answers"]
     assert answer["text"].strip() in result.stdout
+    expected = {"window": 8, "kernel": 5, "heads": 4, "layer_budgets": True, "traditional": False}
+    assert record["settings"]["options"]["compresskv"] == expected  # not given: the method's own
     assert answer["entries_kept"] == 64 * 30 == sum(answer["kept_each_layer"])
     assert answer["entries_of"] == 30 * record["prompt_tokens"]
     assert answer["kv_bytes"] == 2 * 64 * 30 * 3 * 64 * 4

@@ -42,6 +42,14 @@ def test_entries_above_the_floor_follow_the_sums_of_the_head_scores():
     assert SharedVote(13, profile, floor=3, concentration=0).budgets(shape) == [13, 13, 13]
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 1e307])
+def test_the_size_of_the_head_scores_does_not_matter(scale):
+    profile = profile_of([[2.0 * scale, 2.0 * scale], [1.0 * scale, 0.0], [0.0, 0.0]])
+    shape = PromptShape(layers=3, length=100, entry_bytes=1)
+    assert SharedVote(13, profile, floor=3, concentration=1).budgets(shape) == [27, 9, 3]
+    assert SharedVote(13, profile, floor=3, concentration=100).budgets(shape) == [33, 3, 3]
+
+
 def test_by_layer_errors_it_spends_as_compresskv_does():
     profile = profile_of([[1.0]] * 3, layer_scores=[0.5, 0.3, 0.2])
     shape = PromptShape(layers=3, length=100, entry_bytes=1)

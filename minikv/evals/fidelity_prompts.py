@@ -13,13 +13,13 @@ from minikv.tokenizer import Tokenizer
 EVALUATE = DATA / "evaluate"
 SUMMARY = "Summarize the text above in three sentences."
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
-
-
 KINDS = ("needle", "question", "summary", "several", "all", "distractors", "two-hop")  # the last four: see tasks.MODES
 HIDDEN = 4  # needles in a prompt of those kinds
 
 
-def ask(tokenizer: Tokenizer, lengths: list[int], count: int, kinds: Sequence[str] = KINDS[:3]) -> Iterator[tuple[str, str, list[int]]]:
+def ask(
+    tokenizer: Tokenizer, lengths: list[int], count: int, kinds: Sequence[str] = KINDS[:3]
+) -> Iterator[tuple[str, str, list[int]]]:
     """`count` prompts: the kind and the name of each, and its token ids.
 
     Kinds alternate, lengths follow in turn, essays rotate.
@@ -27,6 +27,8 @@ def ask(tokenizer: Tokenizer, lengths: list[int], count: int, kinds: Sequence[st
     essays = [(path.name, read_text(path).strip()) for path in sorted((EVALUATE / "essays").glob("*.txt"))]
     questions = [json.loads(line) for line in read_text(EVALUATE / "questions.jsonl").splitlines()]
     names = [name for name, _ in essays]
+    modes = {kind: "single" if kind == "needle" else kind for kind in kinds if kind not in ("question", "summary")}
+    tasks = {kind: load_tasks(str(EVALUATE / OWN[mode]), mode, HIDDEN, seed=0) for kind, mode in modes.items()}
     for number in range(count):
         turn, kind = number // len(kinds), kinds[number % len(kinds)]
         length = lengths[turn % len(lengths)]
@@ -37,9 +39,7 @@ def ask(tokenizer: Tokenizer, lengths: list[int], count: int, kinds: Sequence[st
         elif kind == "summary":
             about, ids = SUMMARY, exact(tokenizer, begin_at(essays, turn * 2), lambda text: f"{text}\n\n{SUMMARY}", length)
         else:
-            mode = "single" if kind == "needle" else kind
-            tasks = load_tasks(str(EVALUATE / OWN[mode]), mode, HIDDEN, seed=0)
-            task = tasks[turn * 5 % len(tasks)]
+            task = tasks[kind][turn * 5 % len(tasks[kind])]
             ids = hide_all(tokenizer, begin_at(essays, turn), task, length, DEPTHS[turn % len(DEPTHS)]).ids
             about = task.question
         yield kind, f"{number} {kind}, {length} tokens: {about}", ids

@@ -192,18 +192,12 @@ def settings_of(model: Llama, pairs: list[Pair], arguments: Namespace) -> dict:
     profiles = [pair.policy.profile for pair in pairs if hasattr(pair.policy, "profile")]
     return {
         **{name: _plain(name, value) for name, value in vars(arguments).items() if name not in apart},
-        "options": {pair.method: _options(pair.policy) for pair in pairs},
+        "options": {pair.method: command.options_of(pair.policy) for pair in pairs},
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "weights": fingerprint(model),
         "profile": digest([getattr(profiles[0], name) for name in CHOOSING]) if profiles else None,
     }
-
-
-def _options(policy: Policy) -> dict[str, int | float | bool]:
-    """The numbers that a policy chooses by, its budget apart: given, or its own."""
-    numbers = {name: value for name, value in vars(policy).items() if isinstance(value, (int, float))}
-    return {name: value for name, value in numbers.items() if name != "budget"}
 
 
 def _plain(name: str, value):

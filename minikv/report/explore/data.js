@@ -9,7 +9,8 @@
    start_layer           the layer to begin with
    methods               of each method:
      spec, title, about  as typed, as read, and what its class says of itself
-     window              the last prompt tokens that choose, always kept; 0 where none do
+     options             the numbers by which it chooses, by name
+     window              the last prompt tokens that choose; 0 where none do
      voters              [layer] the query heads that vote, or null
      entries, bytes      what each layer keeps; bytes of all keys and values
      kept                [layer][KV head] a bitmap of the prompt's positions in base64; one where all heads keep the same

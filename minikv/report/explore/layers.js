@@ -142,5 +142,6 @@ function layerWords(method, layer) {
   const names = voters?.map(data.head_scores ? score : String).join(", ");
   const keeps = `Layer ${layer} keeps ${count(method.entries[layer])} entries.`;
   const scores = data.head_scores ? ", with their retrieval scores" : "";
+  if (voters && !voters.length) return `${keeps} None of its heads votes: it follows those of earlier layers.`;
   return voters ? `${keeps} Its voters${scores}: heads ${names}.` : keeps;
 }

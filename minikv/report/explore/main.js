@@ -70,11 +70,13 @@ function goToPosition(position) {
   showPosition(position);
 }
 
-function aboutMethod({ about, window }) {
+function aboutMethod({ about, window, options }) {
+  const chosen = Object.entries(options).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ");
+  if (chosen) about = `${about} Here: ${chosen}.`;
   if (!window) return about;
   const last = Math.min(window, data.prompt_tokens);
   const seen = oneLine(textOf(data.prompt_tokens - last, data.prompt_tokens).trim());
-  return `${about} The last ${last} tokens choose, and are always kept: “${seen}”.`;
+  return `${about} The last ${last} tokens choose, and are kept where the layer's budget holds them: “${seen}”.`;
 }
 
 function aboutHeads({ voters }) {
@@ -96,9 +98,8 @@ function build() {
   const read = `${settings.model} has read ${count(data.prompt_tokens)} tokens, and answers from what each method keeps`;
   element("about").textContent = `${read} of them.${question}`;
   document.title = `What was kept: ${settings.model}`;
-  const options = `budget ${settings.budget}, window ${settings.window}, kernel ${settings.kernel}, heads ${settings.heads}`;
-  element("made").textContent = `minikv ${versions.minikv}, torch ${versions.torch}, ${settings.dtype}; ${options}`
-    + " unless a method says otherwise; greedy decoding.";
+  element("made").textContent = `minikv ${versions.minikv}, torch ${versions.torch}, ${settings.dtype};`
+    + ` budget ${settings.budget}; greedy decoding.`;
   const heads = Array.from({ length: data.kv_heads }, (_, head) => `KV head ${head}`);
   [`all ${data.heads}, averaged`, ...heads].forEach((name, view) => element("view").append(new Option(name, view)));
   element("view-label").hidden = data.kv_heads === 1;
