@@ -8,7 +8,6 @@ whatever its case. Intervals are bootstrapped over the needles, since prompts of
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
