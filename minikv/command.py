@@ -49,6 +49,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help=models)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps; auto takes CUDA, then MPS, then the CPU")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32")
+    parser.add_argument("--plain", action="store_true", help="compute by the plain definitions instead of the fastest kernels")
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from minikv.evals.sweep import Pair
 from minikv.files import write_json, write_text
 from minikv.generate import add_prompt_arguments, make_prompt, read_prompt
 from minikv.inference import Prefill, compress, prefill_for
-from minikv.model import Llama, attend
+from minikv.model import Llama
 from minikv.report.explore_page import render
 from minikv.report.titles import title
 from minikv.scores import group_mean, window_attention
@@ -69,7 +69,7 @@ def watch_step(model: Llama, token: Tensor, cache: KVCache) -> tuple[Tensor, lis
         queries, keys, values = block.project(x, rope)
         keys, values = cache[layer].append(keys, values)
         rows.append(most_attended(queries, keys, cache[layer].positions))
-        x = block.output(x, attend(queries, keys, values))
+        x = block.output(x, block.attend(queries, keys, values))
     return model.logits(x)[:, -1].argmax(-1, keepdim=True), rows
 
 
@@ -235,7 +235,7 @@ def settings_of(model: Llama, arguments: Namespace, question: str | None) -> dic
 def main() -> None:
     arguments = parse_arguments()
     text, question = read_prompt(arguments)
-    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
+    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype, arguments.plain)
     pairs = sweep.make_pairs(model, arguments)
     prompt = make_prompt(model, tokenizer, text, question, arguments)
     data = explore(model, tokenizer, prompt, pairs, arguments.max_new_tokens)

@@ -193,7 +193,7 @@ def main() -> None:
     text, question = read_prompt(arguments)
     parse(arguments.budget)  # a slip here, or in the method, is told before the model is loaded
     command.read_spec(arguments.policy)
-    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
+    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype, arguments.plain)
     profile = partial(command.load_profile, model, arguments.profile, arguments.model)
     policy = command.make_policy(arguments.policy, arguments, profile)
     methods = {"full": Full(), arguments.policy: policy} if demonstration else {arguments.policy: policy}

@@ -17,7 +17,7 @@ from minikv import scores
 from minikv.budget import PromptShape
 from minikv.cache import KVCache
 from minikv.errors import InputError
-from minikv.model import Llama, attend
+from minikv.model import Llama
 from minikv.policy_base import Policy
 
 
@@ -94,7 +94,7 @@ def prefill(
             keys, values = cache[layer].append(keys, values)
             if column_sums:
                 sums[layer][..., : keys.shape[2]] += scores.column_sums(queries, keys)
-            x = block.output(x, attend(queries, keys, values))
+            x = block.output(x, block.attend(queries, keys, values))
     return Prefill(model.logits(x[:, -1:])[:, 0], cache, recent, window, sums or None)
 
 
@@ -151,7 +151,7 @@ def prefill_layer_by_layer(
         full.clear()
         queries, keys, values = block.project(x, rope)
         keys, values = full.append(keys, values)
-        x = block.output(x, attend(queries, keys, values))
+        x = block.output(x, block.attend(queries, keys, values))
         layers.append(full.keep(choose_layer(layer, _last(queries, window), keys), reserve))
     return model.logits(x[:, -1:])[:, 0], KVCache(layers)
 

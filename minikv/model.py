@@ -16,8 +16,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from minikv import kernels
 from minikv.cache import KVCache, LayerCache
 from minikv.config import Config, FrequencyFactors, LinearScaling, RopeScaling
+from minikv.kernels import PLAIN, Kernels
+
+OUTPUT_ROWS = 1024  # tokens whose MLP is computed at a time
 
 
 class RMSNorm(nn.Module):
@@ -80,31 +84,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Grouped-query attention of new tokens over everything kept before them and, causally, over themselves.
+class Linear(nn.Linear):
+    """A linear by whichever kernel the model was given; its weight may be packed (kernels.pack)."""
 
-    queries [batch, heads, new, dim]; keys and values [batch, kv_heads, kept + new, dim], the new tokens last.
-    Returns one output per query head [batch, heads, new, dim], in the dtype of the queries.
-    """
-    new, total = queries.shape[2], keys.shape[2]
-    # torch's is_causal lines the two up at their first entries, so it is right only when nothing was kept before.
-    causal, mask = new > 1 and new == total, None
-    if 1 < new < total:
-        mask = torch.ones(new, total, dtype=torch.bool, device=queries.device).tril(total - new)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    kernels = PLAIN
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] to [..., out]
+        return self.kernels.linear(x, self.weight, self.bias)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = kernels.dense(destination[prefix + "weight"])  # as checkpoints and hashes have it
 
 
 class Attention(nn.Module):
-    """The projections around `attend`, which is a function of its own so that others can call it with other caches."""
+    """The projections, and between them `attend`, which takes whatever keys and values a cache has kept."""
+
+    kernels = PLAIN
 
     def __init__(self, config: Config):
         super().__init__()
         query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.output_bias)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.output_bias)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, seq, hidden] to queries [batch, heads, seq, dim] and keys, values [batch, kv_heads, seq, dim].
@@ -118,6 +123,10 @@ class Attention(nn.Module):
         queries, keys, values = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         return rotate(queries, *rope), rotate(keys, *rope), values
 
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """One output per query head [batch, heads, new, dim]: see kernels.attend, the definition."""
+        return self.kernels.attend(queries, keys, values)
+
     def output(self, heads: Tensor) -> Tensor:
         """One output per head [batch, heads, seq, dim] to hidden states [batch, seq, hidden]."""
         return self.o_proj(rearrange(heads, "batch heads seq dim -> batch seq (heads dim)"))
@@ -128,9 +137,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -150,8 +159,24 @@ class Block(nn.Module):
         """Hidden states x [batch, seq, hidden] to this layer's queries, keys, values (see Attention.project)."""
         return self.self_attn.project(self.input_layernorm(x), rope)
 
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """One output per query head, from this layer's queries and what was kept (see Attention.attend)."""
+        return self.self_attn.attend(queries, keys, values)
+
     def output(self, x: Tensor, heads: Tensor) -> Tensor:
-        """Add the attention's output [batch, heads, seq, dim] and the MLP's to the residual stream x."""
+        """Add the attention's output [batch, heads, seq, dim] and the MLP's to the residual stream x [batch, seq, hidden].
+
+        Of a long prompt some rows at a time, so that the MLP's hidden values, wider than x, never exist whole.
+        """
+        if x.shape[1] <= OUTPUT_ROWS:
+            return self._output(x, heads)
+        result = torch.empty_like(x)
+        for start in range(0, x.shape[1], OUTPUT_ROWS):
+            rows = slice(start, start + OUTPUT_ROWS)
+            result[:, rows] = self._output(x[:, rows], heads[:, :, rows])
+        return result
+
+    def _output(self, x: Tensor, heads: Tensor) -> Tensor:
         x = x + self.self_attn.output(heads)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -174,7 +199,7 @@ class Llama(nn.Module):
         self.config = config
         self.model = Decoder(config)
         if not config.tied_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -187,6 +212,19 @@ class Llama(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.norm.weight.dtype
+
+    def use(self, chosen: Kernels) -> None:
+        """Compute with these kernels from now on, on packed weights if that is one of them."""
+        for module in self.modules():
+            if isinstance(module, (Linear, Attention)):
+                module.kernels = chosen
+            if isinstance(module, Linear) and chosen.packed:
+                module.weight = nn.Parameter(kernels.pack(module.weight), requires_grad=False)
+
+    def use_fastest_kernels(self) -> None:
+        """Time the kernels on this model's shapes and use the fastest."""
+        gates = [block.mlp.gate_proj.weight for block in self.blocks]
+        self.use(kernels.choose(gates, self.config.heads, self.config.kv_heads, self.config.head_dim))
 
     def new_layer_cache(self, batch: int, capacity: int) -> LayerCache:
         """An empty cache of one layer with room for `capacity` entries."""
@@ -206,8 +244,8 @@ class Llama(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Last hidden states [batch, seq, hidden] to logits [batch, seq, vocab]."""
-        head = self.model.embed_tokens if self.config.tied_head else self.lm_head
-        return F.linear(self.model.norm(x), head.weight)
+        x = self.model.norm(x)
+        return F.linear(x, self.model.embed_tokens.weight) if self.config.tied_head else self.lm_head(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of token ids [batch, seq]; with a cache the tokens are appended to it."""
@@ -218,5 +256,5 @@ class Llama(nn.Module):
         for layer, block in enumerate(self.blocks):
             queries, keys, values = block.project(x, rope)
             keys, values = cache[layer].append(keys, values)
-            x = block.output(x, attend(queries, keys, values))
+            x = block.output(x, block.attend(queries, keys, values))
         return self.logits(x)

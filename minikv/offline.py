@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minikv.inference import compress, prefill
-from minikv.model import Llama, attend
+from minikv.model import Llama
 from minikv.policy import CompressKV, Full
 from minikv.scores import window_attention
 from minikv.srh import Profile, rank_heads, semantic_score, traditional_score
@@ -53,7 +53,7 @@ def score_heads(
             queries, keys, values = block.project(x, rope)
             keys, values = cache[layer].append(keys, values)
             rows.append(window_attention(queries, keys)[0, :, 0])
-            x = block.output(x, attend(queries, keys, values))
+            x = block.output(x, block.attend(queries, keys, values))
         token = model.logits(x)[:, -1].argmax(-1, keepdim=True)
         if token.item() in stop_ids:
             break
@@ -94,8 +94,8 @@ def layer_errors(
         rope = model.rope(full.length, 1)
         for layer, block in enumerate(model.blocks):
             queries, keys, values = block.project(x, rope)
-            exact = attend(queries, *full[layer].append(keys, values))
-            approximate = attend(queries, *cut[layer].append(keys, values))
+            exact = block.attend(queries, *full[layer].append(keys, values))
+            approximate = block.attend(queries, *cut[layer].append(keys, values))
             errors[layer] += relative_error(block.self_attn.output(approximate), block.self_attn.output(exact))
             x = block.output(x, exact)
         token = model.logits(x)[:, -1].argmax(-1, keepdim=True)

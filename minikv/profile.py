@@ -179,7 +179,7 @@ def open_journal(output: Path, arguments, model, cases: list[NeedleCase]) -> Jou
 def main() -> None:
     arguments, start = parse_arguments(), time.perf_counter()
     output = arguments.output
-    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
+    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype, arguments.plain)
     cases = needle_cases(arguments, model, tokenizer)
     sets = error_sets(arguments, tokenizer, cases)
     with open_journal(output, arguments, model, cases) as journal:

@@ -10,7 +10,7 @@ from conftest import make_policy, make_profile, make_prompt, make_tiny_model
 from minikv.errors import InputError
 from minikv.generate import generate
 from minikv.inference import pick
-from minikv.model import attend
+from minikv.kernels import attend
 from minikv.policy import METHODS, CompressKV, Full, SnapKV
 
 

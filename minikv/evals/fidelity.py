@@ -22,7 +22,7 @@ from minikv.evals.ranks import Ranks, ranks
 from minikv.evals.statistics import bootstrap
 from minikv.evals.sweep import Pair
 from minikv.inference import Prefill, check_prompt, compress, decode, prefill_for
-from minikv.model import Llama, attend
+from minikv.model import Llama
 from minikv.offline import relative_error
 from minikv.policy import METHODS, Full, Policy
 from minikv.report import eval_plots
@@ -61,10 +61,10 @@ def attention_errors(model: Llama, prefilled: Prefill, policies: list[Policy], a
     rope = model.rope(full.length, x.shape[1])
     for layer, block in enumerate(model.blocks):
         queries, keys, values = block.project(x, rope)
-        exact = attend(queries, *full[layer].append(keys, values))
+        exact = block.attend(queries, *full[layer].append(keys, values))
         exact_output = block.self_attn.output(exact)
         for cache, found in zip(caches, errors):
-            cut = attend(queries, *cache[layer].append(keys, values))
+            cut = block.attend(queries, *cache[layer].append(keys, values))
             found.append(relative_error(block.self_attn.output(cut), exact_output))
         x = block.output(x, exact)
     return errors
@@ -146,7 +146,7 @@ def table(rows: list[dict], budgets: list[str], measure: str, form: str) -> str:
 
 def experiment(arguments, group: Ranks) -> None:
     """Run or go on with the experiment; rank 0 reports."""
-    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype)
+    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype, arguments.plain)
     check_prompt(model, torch.empty(1, max(arguments.lengths)), arguments.max_new_tokens)
     pairs = sweep.make_pairs(model, arguments)
     settings = sweep.settings_of(model, pairs, arguments)

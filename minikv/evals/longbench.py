@@ -117,7 +117,7 @@ def read_examples(arguments) -> tuple[list[Record], dict[str, Protocol]]:
 def experiment(arguments, group: Ranks) -> None:
     """Run or go on with the experiment; rank 0 reports."""
     records, protocols = read_examples(arguments)
-    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype)
+    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype, arguments.plain)
     arguments.max_length = arguments.max_length or model.config.context
     if arguments.max_length > model.config.context:
         raise InputError(f"--max-length {arguments.max_length} exceeds the model's context of {model.config.context}")

@@ -182,7 +182,7 @@ def parse_arguments():
 
 def main() -> None:
     arguments = parse_arguments()
-    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype)
+    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype, arguments.plain)
     profile = command.load_profile(model, arguments.profile, arguments.model)
     cases = needle_cases(arguments, model, tokenizer)
     of_all = {

@@ -154,7 +154,7 @@ def make_examples(arguments, model: Llama, tokenizer: Tokenizer) -> list[Example
 
 def experiment(arguments, group: Ranks) -> None:
     """Run or go on with the experiment; rank 0 reports."""
-    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype)
+    model, tokenizer = load(arguments.model, group.device(arguments.device), arguments.dtype, arguments.plain)
     examples = make_examples(arguments, model, tokenizer)
     pairs = sweep.make_pairs(model, arguments)
     texts = [[example.haystack, asdict(example.task)] for example in examples]

@@ -13,7 +13,7 @@ from torch import Tensor
 from minikv.cache import KVCache
 from minikv.errors import InputError
 from minikv.inference import prefill
-from minikv.model import Llama, attend
+from minikv.model import Llama
 from minikv.srh import Profile, strongest
 
 PARTS = ("output", "query")
@@ -33,7 +33,7 @@ def masked_logits(model: Llama, tokens: Tensor, cache: KVCache, sounding: Tensor
         queries, keys, values = block.project(x, rope)
         if part == "query":
             queries = queries * factor
-        heads = attend(queries, *cache[layer].append(keys, values))
+        heads = block.attend(queries, *cache[layer].append(keys, values))
         if part == "output":
             heads = heads * factor
         x = block.output(x, heads)

@@ -22,7 +22,7 @@ from minikv.evals.journal import Journal, digest
 from minikv.evals.ranks import Ranks
 from minikv.files import write_json
 from minikv.inference import check_prompt, compress, prefill_for
-from minikv.model import Llama, attend
+from minikv.model import Llama
 from minikv.policy import METHODS, Policy
 from minikv.srh import fingerprint
 
@@ -122,7 +122,7 @@ def _step(model: Llama, caches: list[KVCache], tokens: Tensor) -> Tensor:
     rope = model.rope(caches[0].length, 1)
     for layer, block in enumerate(model.blocks):
         rows = zip(caches, *(part.split(1) for part in block.project(x, rope)))
-        heads = [attend(queries, *cache[layer].append(keys, values)) for cache, queries, keys, values in rows]
+        heads = [block.attend(queries, *cache[layer].append(keys, values)) for cache, queries, keys, values in rows]
         x = block.output(x, torch.cat(heads))  # heads: of each pair [1, heads, 1, dim]
     return model.logits(x)[:, -1].argmax(-1)
 
