@@ -21,7 +21,7 @@ from minikv.cache import KVCache, LayerCache
 from minikv.config import Config, FrequencyFactors, LinearScaling, RopeScaling
 from minikv.kernels import PLAIN, Kernels
 
-OUTPUT_ROWS = 1024  # tokens whose MLP is computed at a time
+ROWS = 1024  # tokens that a layer projects, and computes the MLP of, at a time
 
 
 class RMSNorm(nn.Module):
@@ -156,8 +156,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states x [batch, seq, hidden] to this layer's queries, keys, values (see Attention.project)."""
-        return self.self_attn.project(self.input_layernorm(x), rope)
+        """Hidden states x [batch, seq, hidden] to this layer's queries, keys, values (see Attention.project).
+
+        Of a long prompt some rows at a time, as in `output`: norm and rotation make copies of all that they see.
+        """
+        parts = zip(x.split(ROWS, 1), *(table.split(ROWS) for table in rope), strict=True)
+        projected = [self.self_attn.project(self.input_layernorm(part), (cos, sin)) for part, cos, sin in parts]
+        return projected[0] if len(projected) == 1 else tuple(torch.cat(rows, 2) for rows in zip(*projected))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One output per query head, from this layer's queries and what was kept (see Attention.attend)."""
@@ -168,11 +173,11 @@ class Block(nn.Module):
 
         Of a long prompt some rows at a time, so that the MLP's hidden values, wider than x, never exist whole.
         """
-        if x.shape[1] <= OUTPUT_ROWS:
+        if x.shape[1] <= ROWS:
             return self._output(x, heads)
         result = torch.empty_like(x)
-        for start in range(0, x.shape[1], OUTPUT_ROWS):
-            rows = slice(start, start + OUTPUT_ROWS)
+        for start in range(0, x.shape[1], ROWS):
+            rows = slice(start, start + ROWS)
             result[:, rows] = self._output(x[:, rows], heads[:, :, rows])
         return result
 
