@@ -189,7 +189,7 @@ def decode(
     token = picker(logits)
     for step in range(max_new_tokens):
         stopped = torch.isin(token, stops)
-        if stopped.all():
+        if stop_ids and stopped.all():  # reading this waits for the device, so it is not read in vain
             return
         yield token
         if step + 1 < max_new_tokens:
