@@ -76,6 +76,11 @@ class LayerCache:
         kept.seen = self.seen
         return kept
 
+    def truncate(self, length: int) -> None:
+        """Forget the entries after the first `length`; the buffers stay. Only of a layer that has evicted nothing."""
+        assert length <= self.kept == self.seen, "what was evicted cannot be counted from the start"
+        self.kept = self.seen = length
+
     def clear(self) -> None:
         """Forget everything; the buffers stay."""
         self.kept = self.seen = 0

@@ -20,9 +20,9 @@ from minikv.errors import InputError
 from minikv.evals import sweep
 from minikv.evals.sweep import Pair
 from minikv.files import write_json, write_text
-from minikv.generate import add_prompt_arguments, make_prompt, read_prompt
 from minikv.inference import Prefill, compress, prefill_for
 from minikv.model import Llama
+from minikv.prompts import add_prompt_arguments, make_prompt, read_prompt
 from minikv.report.explore_page import render
 from minikv.report.titles import title
 from minikv.scores import group_mean, window_attention

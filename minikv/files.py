@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from minikv.errors import InputError
@@ -31,13 +33,20 @@ def write_json(path: str | Path, record: dict) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text beside and then into place, so that an interrupted run leaves no half file."""
+    """Write a text beside and then into place."""
+    write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_beside(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path` and move it into place, so that an interrupted run leaves no half file."""
     path = Path(path)
     beside = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
+        write(beside)
         os.replace(beside, path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise InputError(f"{path}: {error.strerror}") from error
+        raise InputError(f"{path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()

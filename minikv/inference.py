@@ -82,20 +82,44 @@ def prefill(
     """
     check_prompt(model, tokens)
     batch, length = tokens.shape
-    cache = model.new_cache(batch, length)
-    recent: list[Tensor | None] = [None] * len(cache)
-    sums = [torch.zeros(batch, model.config.kv_heads, length, device=model.device) for _ in cache.layers if column_sums]
+    cache, queries = model.new_cache(batch, length), None
+    sums = [torch.zeros(batch, model.config.kv_heads, 0, device=model.device) for _ in cache.layers] if column_sums else None
     for part in tokens.split(chunk or length, dim=1):
-        x = model.embed(part)
-        rope = model.rope(cache.length, part.shape[1])
-        for layer, block in enumerate(model.blocks):
-            queries, keys, values = block.project(x, rope)
-            recent[layer] = _last(queries if recent[layer] is None else torch.cat([recent[layer], queries], 2), window)
-            keys, values = cache[layer].append(keys, values)
-            if column_sums:
-                sums[layer][..., : keys.shape[2]] += scores.column_sums(queries, keys)
-            x = block.output(x, block.attend(queries, keys, values))
-    return Prefill(model.logits(x[:, -1:])[:, 0], cache, recent, window, sums or None)
+        result = extend(model, cache, part, window, queries, sums)
+        queries, sums = result.queries, result.column_sums
+    return result
+
+
+@torch.no_grad()
+def extend(
+    model: Llama,
+    cache: KVCache,
+    tokens: Tensor,
+    window: int,
+    queries: list[Tensor] | None = None,
+    column_sums: list[Tensor] | None = None,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> Prefill:
+    """The prefill of what the full `cache` holds and of the tokens [batch, new] after it, which are appended in place.
+
+    Keeps the last `window` of the given queries and the new ones. `column_sums`, of each layer [batch, kv_heads, seq],
+    are those of exactly the tokens in the cache; the result has them grown, the given ones stay. `progress` wraps the
+    sequence of layers, for a progress bar.
+    """
+    start, recent, grown = cache.length, [], []
+    x = model.embed(tokens)
+    rope = model.rope(start, tokens.shape[1])
+    for layer, block in enumerate(progress(model.blocks)):
+        latest, keys, values = block.project(x, rope)
+        keys, values = cache[layer].append(keys, values)
+        recent.append(_last(latest, window))
+        if queries is not None:
+            recent[layer] = _last(torch.cat([queries[layer], recent[layer]], 2), window)
+        if column_sums is not None:
+            grown.append(scores.column_sums(latest, keys))
+            grown[layer][..., :start] += column_sums[layer]
+        x = block.output(x, block.attend(latest, keys, values))
+    return Prefill(model.logits(x[:, -1:])[:, 0], cache, recent, window, grown or None)
 
 
 def _last(queries: Tensor, window: int) -> Tensor:
