@@ -21,6 +21,7 @@ from minikv.benchmark.random_weights import SHAPES, check_fit
 from minikv.benchmark.sources import Source, open_source
 from minikv.benchmark.worker import WARM_UP_STEPS, WARM_UP_TOKENS
 from minikv.errors import InputError
+from minikv.evals import sweep
 from minikv.files import write_json
 from minikv.inference import check_prompt
 from minikv.weights import DTYPES, choose_device
@@ -35,10 +36,10 @@ def parse_arguments() -> Namespace:
     parser = command.Parser("Measure speed and memory, beside other programs if asked for.")
     command.add_model_arguments(parser)
     parser.add_argument("--lengths", type=command.positive, nargs="+", default=[2000, 8000], help="prompt lengths in tokens")
-    parser.add_argument("--methods", nargs="+", default=["full", "compresskv"], help=f"methods, {command.changes_help}")
+    sweep.add_methods_argument(parser, ["full", "compresskv"])
     parser.add_argument("--budget", default="256", help=command.budget_help)
     command.add_selection_arguments(parser)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="instead of --dtype")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="each measured in turn; --dtype: only that one")
     parser.add_argument("--new-tokens", type=command.not_negative, default=32, help="tokens of each answer, the first included")
     parser.add_argument("--repeats", type=command.positive, default=5, help="rounds, in each of which all take their turn")
     against = f"others to measure, comma-separated: {','.join(entrants.PEERS)}; kvpress=PYTHON runs it in that Python"
@@ -53,9 +54,9 @@ def parse_arguments() -> Namespace:
         arguments.dtypes = [arguments.dtype]
     if not set(arguments.dtypes) <= set(DTYPES):
         raise InputError(f"--dtype {arguments.dtype} is not supported; accepted: auto, {', '.join(DTYPES)}")
-    for name in ("lengths", "methods", "dtypes"):
-        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
-    arguments.lengths.sort()
+    arguments.methods = sweep.listed("methods", arguments.methods)
+    arguments.dtypes = list(dict.fromkeys(arguments.dtypes))
+    arguments.lengths = sorted(set(arguments.lengths))  # the shortest first: what it leaves in memory is the least
     arguments.against = entrants.read_peers(arguments.against)
     for spec in arguments.methods:
         command.read_spec(spec)

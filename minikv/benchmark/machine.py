@@ -9,9 +9,11 @@ import platform
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from minikv.config import Config
 from minikv.weights import DTYPES
@@ -115,23 +117,28 @@ class Rates:
         self.bytes_per_second = 0.0
         self.multiply_adds_per_second = dict.fromkeys(dtypes, 0.0)
         self._config, self._device = config, device
-        self._large = torch.ones((1 << 30 if device.type == "cuda" else 1 << 26), device=device)  # float32: 4 GiB, 256 MiB
 
     @torch.no_grad()
     def measure(self) -> None:
         """Read a tensor far larger than any processor cache; multiply matrices of the model's shape and square ones."""
-        for read in (self._large.sum, lambda: self._large.dot(self._large)):
-            self.bytes_per_second = max(self.bytes_per_second, self._large.nbytes / self._best(read))
-        rows, square = (4096, 8192) if self._device.type == "cuda" else (512, 1024)
-        shapes = [(rows, self._config.hidden_size, self._config.intermediate_size), (square, square, square)]
+        on_gpu = self._device.type == "cuda"
+        large = torch.ones(1 << 18 if on_gpu else 1 << 14, 4096, device=self._device)  # float32: 4 GiB, 256 MiB
+        row, flat = torch.ones(4096, device=self._device), large.view(-1)
+        for read in (flat.sum, lambda: flat.dot(flat), lambda: large @ row):
+            self.bytes_per_second = max(self.bytes_per_second, large.nbytes / self._best(read))
+        rows, square = (4096, 8192) if on_gpu else (512, 1024)
+        hidden, middle = self._config.hidden_size, self._config.intermediate_size
         for dtype, best in self.multiply_adds_per_second.items():
-            for m, k, n in shapes:
+            for m, k, n in ((rows, hidden, middle), (rows, middle, hidden), (square, square, square)):
                 a = torch.ones(m, k, dtype=DTYPES[dtype], device=self._device)
                 b = torch.ones(n, k, dtype=DTYPES[dtype], device=self._device)
-                best = max(best, m * k * n / self._best(lambda: torch.nn.functional.linear(a, b)))
+                best = max(best, m * k * n / self._best(partial(F.linear, a, b)))
             self.multiply_adds_per_second[dtype] = best
+        if on_gpu:
+            del large, row, flat, a, b
+            torch.cuda.empty_cache()  # the participants need the memory
 
-    def _best(self, work: Callable[[], object], repeats: int = 3) -> float:
+    def _best(self, work: Callable[[], object], repeats: int = 5) -> float:
         """Seconds of the fastest of a few runs, after one that warms up."""
         work()
         seconds = []

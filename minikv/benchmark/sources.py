@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -54,10 +55,13 @@ def open_source(name: str, shape: str | None, tokens: int) -> Source:
         folder = default_model_folder()
     elif path.is_dir():
         folder = path
-    else:
+    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and path.suffix.lower() != ".gguf":
         from minikv.hub import fetch  # needs huggingface_hub, which nothing else does
 
         folder = fetch(name)
+    else:
+        accepted = f"a checkpoint folder, a .gguf file, org/name on the hub, or {DEFAULT_MODEL}"
+        raise InputError(f"no model {name[:200]!r}; accepted: {accepted}")
     config_file = folder / "config.json"
     config = Config.from_dict(read_json(config_file), source=str(config_file))
     return Source(config, Tokenizer.from_folder(folder), folder=str(folder))
