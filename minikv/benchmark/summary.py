@@ -84,7 +84,7 @@ def _over(work: float, rate: float | None) -> float | None:
 
 
 def remarks(rows: list[dict]) -> list[str]:
-    """Where compression can bring little, from the bytes and times of these rows."""
+    """Where compression can bring little, from the bytes and times of these rows; and where the bounds cannot be right."""
     lines = []
     full = {(row["participant"], row["length"]): row for row in rows if row["method"] == "full"}
     for row in rows:
@@ -101,4 +101,6 @@ def remarks(rows: list[dict]) -> list[str]:
         took, plain = row["prefill_s"]["median"], base["prefill_s"]["median"]
         share = f", its selection alone {row['selection_share']:.1%} of it" if row["selection_share"] else ""
         lines.append(f"{where}: the prefill computes all that the full one does and selects besides: {took / plain:.2f}x its time{share}.")
+    if any((row[f"{name}_share_of_bound"] or 0) > 1 for row in rows for name in ("prefill", "decode")):
+        lines.append("Shares above 100%: the machine was busier when its own rates were measured than in the rounds; more --repeats help.")
     return lines
