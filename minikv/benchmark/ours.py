@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 
 import torch
@@ -25,11 +24,11 @@ class Ours:
         self.device = choose_device(settings["device"])
         dtype = choose_dtype(settings["dtype"], self.device)
         if settings["shape"] is None:
-            takes_plain = "plain" in inspect.signature(load).parameters
-            options = {"plain": settings["plain"]} if takes_plain else {}
-            self.model, _ = load(settings["model"], settings["device"], settings["dtype"], **options)
+            self.model, _ = load(settings["model"], settings["device"], settings["dtype"], settings["plain"])
         else:
             self.model = random_model(Config.from_dict(settings["shape"]), self.device, dtype)
+            if not settings["plain"]:
+                self.model.use_fastest_kernels()
         selection = Namespace(**settings["selection"])
 
         def profile():
