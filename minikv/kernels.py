@@ -2,7 +2,8 @@
 
 Each has a plain form, which is its definition, and faster ones with the measured reason beside them. Which of them is
 faster differs from processor to processor, so `choose` times them once when a model is loaded; forms differ in
-rounding only. Figures: SmolLM2-135M on two cores of a Xeon with AVX-512 (MKL, oneDNN 3.12), 8,000 tokens.
+rounding only. The figures beside them were timed once, each form alone: SmolLM2-135M's shapes, 30 layers, 8,000 tokens,
+two cores of one Xeon with AVX-512 (MKL, oneDNN 3.12). They say why a form is here, not what another machine will show.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MANY_ROWS = 64  # from here on a linear is a matrix product, and its time is ari
 CLEARLY_FASTER = 0.87  # a form is taken for 13 % less time; a smaller gain could be noise, and change from run to run
 ATTENTION_ROWS = 128  # query rows of each head at a time: with 8,000 keys and a group of three, 12 MB of float32 scores
 MEASURED_TOKENS = 1024  # of the prefill attention that `choose` times
+MEASURED_BYTES = 1 << 27  # of weights that `choose` packs to time them: more than a processor's cache, little memory
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def attend_grouped(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """`attend` for one new token: it sees every key, so the heads of a group can be the rows of one head.
 
-    Each key and value is then read once, not once a query head: 27 instead of 40 ms a token in float32. In bfloat16,
-    18 instead of 16 ms; on other processors enable_gqa costs 107 ms there.
+    Each key and value is then read once, not once a query head: 27 instead of 40 ms a token in float32, though 18
+    instead of 16 ms in bfloat16.
     """
     rows = rearrange(queries, "batch (kv_heads group) 1 dim -> batch kv_heads group dim", kv_heads=keys.shape[1])
     heads = F.scaled_dot_product_attention(rows, keys, values)
@@ -80,8 +82,8 @@ def attend_grouped(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def attend_by_rows(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """`attend`, some query rows of one group at a time, so that no row's scores beyond its last key are computed.
 
-    One buffer of scores serves all of them. Against SDPA: 13 instead of 10 s in float32 here, but 5 instead of 14 s in
-    bfloat16 on processors with fast products of that dtype, and no mask where tokens were kept before.
+    One buffer of scores serves all of them, and no mask is made where tokens were kept before. A whole prompt took 13 s
+    in float32 where SDPA took 10, so there it is only taken where `choose` finds it faster.
     """
     (batch, heads, new, dim), (_, kv_heads, total, _) = queries.shape, keys.shape
     group, kept = heads // kv_heads, total - new
@@ -123,8 +125,7 @@ def pack(weight: Tensor) -> Tensor:
     """A weight [out, in] in oneDNN's own order, which only `linear` and `dense` understand.
 
     One row times all weights of the layers takes 14 instead of 19 ms in bfloat16 here; in float32 MKL reads plain
-    weights faster (15 against 25 ms), on other makers' processors oneDNN does. The operators are private to torch, so
-    `choose` tries them first.
+    weights faster (15 against 25 ms). The operators are private to torch, so `choose` tries them first.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
 
@@ -137,7 +138,7 @@ def dense(weight: Tensor) -> Tensor:
 def choose(weights: list[Tensor], heads: int, kv_heads: int, head_dim: int) -> Kernels:
     """The fastest forms here, for linears with `weights` [out, in] of one shape: one of every layer, or of a few.
 
-    It takes a fifth of a second. Only the CPU is known: on other devices all is plain, which is torch's own choice.
+    It takes a third of a second. Only the CPU is known: on other devices all is plain, which is torch's own choice.
     """
     weight = weights[0]
     if weight.device.type != "cpu":
@@ -157,10 +158,11 @@ def choose(weights: list[Tensor], heads: int, kv_heads: int, head_dim: int) -> K
 
 def _packing_pays(weights: list[Tensor]) -> bool:
     """Whether one row times packed weights is faster. All are read in turn, since a single one would stay in the cache."""
+    weights = weights[: max(1, MEASURED_BYTES // weights[0].nbytes)]
     row = torch.ones(1, weights[0].shape[1], dtype=weights[0].dtype)
     try:
-        kernels, packed = Kernels(packed=True), [pack(weight) for weight in weights]
-        fast = _seconds(lambda: [kernels.linear(row, weight, None) for weight in packed])
+        packed = [pack(weight) for weight in weights]
+        fast = _seconds(lambda: [PLAIN.linear(row, weight, None) for weight in packed])
     except (AttributeError, RuntimeError):  # NotImplementedError, too: this torch has no such operator for these weights
         return False
     return fast < CLEARLY_FASTER * _seconds(lambda: [F.linear(row, weight) for weight in weights])

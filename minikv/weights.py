@@ -49,26 +49,30 @@ def load(
 
 
 def _load(name_or_path: str | Path, device: torch.device, dtype: torch.dtype) -> tuple[Llama, Tokenizer]:
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
-    if name == DEFAULT_MODEL:
-        folder = default_model_folder()
-    elif path.is_dir():
-        folder = path
-    elif path.is_file() or path.suffix.lower() == ".gguf":
-        if not path.is_file():
-            raise InputError(f"no GGUF file {name!r}")
+    path = find_checkpoint(name_or_path)
+    if path.is_file():
         from minikv.gguf_checkpoint import load_gguf  # needs gguf, which folders do not
 
         return load_gguf(path, device, dtype)
-    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    return load_model(path, device, dtype), Tokenizer.from_folder(path)
+
+
+def find_checkpoint(name_or_path: str | Path) -> Path:
+    """The checkpoint folder or GGUF file that `load` takes by that name, fetched where need be. Raises InputError."""
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name == DEFAULT_MODEL:
+        return default_model_folder()
+    if path.is_dir() or path.is_file():
+        return path
+    if path.suffix.lower() == ".gguf":
+        raise InputError(f"no GGUF file {name!r}")
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from minikv.hub import fetch  # needs huggingface_hub, which nothing else does
 
-        folder = fetch(name)
-    else:
-        raise InputError(
-            f"no model {name!r}; accepted: a checkpoint folder, a .gguf file, org/name on the hub, or {DEFAULT_MODEL}"
-        )
-    return load_model(folder, device, dtype), Tokenizer.from_folder(folder)
+        return fetch(name)
+    raise InputError(
+        f"no model {name!r}; accepted: a checkpoint folder, a .gguf file, org/name on the hub, or {DEFAULT_MODEL}"
+    )
 
 
 def choose_device(device: str | torch.device) -> torch.device:

@@ -89,7 +89,10 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif STATUS.exists():
-            Path("/proc/self/clear_refs").write_text("5")
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:  # some containers forbid it; a peak that cannot be set back would be another run's
+                self._base = None
 
     def above(self) -> int | None:
         """Bytes at the highest moment since `start`."""

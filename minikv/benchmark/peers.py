@@ -70,7 +70,7 @@ class Transformers:
 
 
 class KVPress(Transformers):
-    """NVIDIA's kvpress: SnapKV, with our window and kernel, in transformers' model. It keeps exactly the budget."""
+    """NVIDIA's kvpress: SnapKV with a window of 8 and a kernel of 5, in transformers' model. It keeps exactly the budget."""
 
     def __init__(self, settings: dict):
         self._press, self._budget = import_module("kvpress").SnapKVPress, settings["entries"]

@@ -78,7 +78,8 @@ def even_profile(config: Config) -> Profile:
 def working_bytes(config: Config, length: int, element_bytes: int) -> int:
     """What a prefill of `length` tokens holds at once beside weights and cache, at its widest point.
 
-    That is the MLP, hidden states of its two sides and three of its middle, and the float32 rotary tables.
+    That is the MLP of a program that runs the whole prompt through it at once, as the peers do (ours, a part at a time,
+    needs less): hidden states of its two sides and three of its middle, and the float32 rotary tables.
     """
     tables = 2 * config.head_dim * 4
     return length * ((3 * config.intermediate_size + 3 * config.hidden_size) * element_bytes + tables)

