@@ -22,7 +22,7 @@ class LayerCache:
         shape = (batch, kv_heads, max(capacity, 1))
         self._keys = torch.empty(*shape, head_dim, dtype=dtype, device=device)
         self._values = torch.empty(*shape, head_dim, dtype=dtype, device=device)
-        self._positions = torch.empty(*shape, dtype=torch.long, device=device)
+        self._chosen = torch.empty(batch, kv_heads, 0, dtype=torch.long, device=device)  # positions left by an eviction
         self.kept = 0  # entries held
         self.seen = 0  # tokens this layer has been given, evicted ones included: the next token's position
 
@@ -36,7 +36,9 @@ class LayerCache:
 
     @property
     def positions(self) -> Tensor:  # [batch, kv_heads, kept] int64, ascending
-        return self._positions[:, :, : self.kept]
+        batch, kv_heads, chosen = self._chosen.shape
+        later = torch.arange(self.seen - (self.kept - chosen), self.seen, device=self._chosen.device)  # one after another
+        return torch.cat([self._chosen, repeat(later, "new -> batch kv_heads new", batch=batch, kv_heads=kv_heads)], -1)
 
     @property
     def entry_bytes(self) -> int:
@@ -56,10 +58,8 @@ class LayerCache:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the next tokens' keys and values [batch, kv_heads, new, head_dim]; return all that are kept."""
-        new = keys.shape[2]
-        positions = torch.arange(self.seen, self.seen + new, device=keys.device)
-        self._write(keys, values, positions)
-        self.seen += new
+        self._write(keys, values)
+        self.seen += keys.shape[2]
         return self.keys, self.values
 
     def keep(self, positions: Tensor, reserve: int) -> LayerCache:
@@ -72,32 +72,33 @@ class LayerCache:
         batch, kv_heads, _, head_dim = self._keys.shape
         kept = LayerCache(batch, kv_heads, head_dim, positions.shape[2] + reserve, self._keys.dtype, self._keys.device)
         index = repeat(positions, "batch kv_heads kept -> batch kv_heads kept dim", dim=head_dim)
-        kept._write(self.keys.gather(2, index), self.values.gather(2, index), positions)
-        kept.seen = self.seen
+        kept._write(self.keys.gather(2, index), self.values.gather(2, index))
+        kept._chosen, kept.seen = positions, self.seen
         return kept
 
     def truncate(self, length: int) -> None:
         """Forget the entries after the first `length`; the buffers stay. Only of a layer that has evicted nothing."""
         assert length <= self.kept == self.seen, "what was evicted cannot be counted from the start"
+        self._chosen = self._chosen[..., :length]
         self.kept = self.seen = length
 
     def clear(self) -> None:
         """Forget everything; the buffers stay."""
+        self._chosen = self._chosen[..., :0]
         self.kept = self.seen = 0
 
-    def _write(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def _write(self, keys: Tensor, values: Tensor) -> None:
         end = self.kept + keys.shape[2]
         if end > self._keys.shape[2]:
             self._grow(max(end, 2 * self._keys.shape[2]))
         self._keys[:, :, self.kept : end] = keys
         self._values[:, :, self.kept : end] = values
-        self._positions[:, :, self.kept : end] = positions
         self.kept = end
 
     def _grow(self, capacity: int) -> None:
-        for name in ("_keys", "_values", "_positions"):
+        for name in ("_keys", "_values"):
             old = getattr(self, name)
-            buffer = old.new_empty(*old.shape[:2], capacity, *old.shape[3:])
+            buffer = old.new_empty(*old.shape[:2], capacity, old.shape[3])
             buffer[:, :, : self.kept] = old[:, :, : self.kept]
             setattr(self, name, buffer)
 

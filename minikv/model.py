@@ -79,9 +79,12 @@ def rope_tables(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys x [batch, heads, seq, head_dim]; dimension i is paired with i + head_dim / 2."""
+    """Turn queries or keys x [batch, heads, seq, head_dim], by tables of their dtype [seq, head_dim] (Llama.rope).
+
+    Dimension i is paired with i + head_dim / 2.
+    """
     first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class Linear(nn.Linear):
@@ -160,9 +163,11 @@ class Block(nn.Module):
 
         Of a long prompt some rows at a time, as in `output`: norm and rotation make copies of all that they see.
         """
+        if x.shape[1] <= ROWS:
+            return self.self_attn.project(self.input_layernorm(x), rope)
         parts = zip(x.split(ROWS, 1), *(table.split(ROWS) for table in rope), strict=True)
         projected = [self.self_attn.project(self.input_layernorm(part), (cos, sin)) for part, cos, sin in parts]
-        return projected[0] if len(projected) == 1 else tuple(torch.cat(rows, 2) for rows in zip(*projected))
+        return tuple(torch.cat(rows, 2) for rows in zip(*projected))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One output per query head, from this layer's queries and what was kept (see Attention.attend)."""
@@ -244,8 +249,9 @@ class Llama(nn.Module):
         return self.model.embed_tokens(tokens)
 
     def rope(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Rotary tables, cosines and sines [count, head_dim] float32, for the positions start ... start + count - 1."""
-        return rope_tables(self.config, torch.arange(start, start + count, device=self.device))
+        """Rotary tables, cosines and sines [count, head_dim], for the positions start ... start + count - 1."""
+        cos, sin = rope_tables(self.config, torch.arange(start, start + count, device=self.device))
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Last hidden states [batch, seq, hidden] to logits [batch, seq, vocab]."""

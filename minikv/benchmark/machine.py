@@ -125,7 +125,7 @@ class Rates:
     def measure(self) -> None:
         """Read a tensor far larger than any processor cache; multiply matrices of the model's shape and square ones."""
         on_gpu = self._device.type == "cuda"
-        large = torch.ones(1 << 18 if on_gpu else 1 << 14, 4096, device=self._device)  # float32: 4 GiB, 256 MiB
+        large = torch.ones(1 << 18 if on_gpu else 1 << 16, 4096, device=self._device)  # float32: 4 GiB, 1 GiB
         row, flat = torch.ones(4096, device=self._device), large.view(-1)
         for read in (flat.sum, lambda: flat.dot(flat), lambda: large @ row):
             self.bytes_per_second = max(self.bytes_per_second, large.nbytes / self._best(read))
