@@ -35,6 +35,7 @@ MEMORY = (
 def parse_arguments() -> Namespace:
     parser = command.Parser("Measure speed and memory, beside other programs if asked for.")
     command.add_model_arguments(parser)
+    command.add_compile_argument(parser)
     parser.add_argument("--lengths", type=command.positive, nargs="+", default=[2000, 8000], help="prompt lengths in tokens")
     sweep.add_methods_argument(parser, ["full", "compresskv"])
     parser.add_argument("--budget", default="256", help=command.budget_help)

@@ -52,6 +52,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", action="store_true", help="compute by the plain definitions instead of the fastest kernels")
 
 
+def add_compile_argument(parser: argparse.ArgumentParser) -> None:
+    compile_help = "decode with layers that torch.compile has fused; loading takes some seconds more, and on the CPU a C++ compiler"
+    parser.add_argument("--compile", action="store_true", help=compile_help)
+
+
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="compresskv", help=f"the method: {', '.join(policy.METHODS)}, {changes_help}")
     parser.add_argument("--budget", default="12%", help=budget_help)

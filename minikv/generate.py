@@ -52,6 +52,7 @@ def parse_arguments():
         "Answer a prompt with a compressed KV cache. Without --prompt or --file: a demonstration on a built-in document."
     )
     command.add_model_arguments(parser)
+    command.add_compile_argument(parser)
     add_prompt_arguments(parser, many_questions=True)
     command.add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=command.not_negative, default=128, help="longest answer, in tokens")
@@ -75,7 +76,7 @@ def main() -> None:
     text, question = read_prompt(arguments) if arguments.load_prefill is None else (questions.read_saved_text(arguments), None)
     parse(arguments.budget)  # a slip here, or in the method, is told before the model is loaded
     command.read_spec(arguments.policy)
-    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype, arguments.plain)
+    model, tokenizer = load(arguments.model, arguments.device, arguments.dtype, arguments.plain, arguments.compile)
     profile = partial(command.load_profile, model, arguments.profile, arguments.model)
     policy = command.make_policy(arguments.policy, arguments, profile)
     if several:

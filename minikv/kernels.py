@@ -35,6 +35,8 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] times weight [out, in], plus bias [out]: [..., out] in the dtype of x."""
+        if torch.compiler.is_compiling():  # which only ever happens for single tokens: Llama.compile_decoding
+            return linear_by_sums(x, weight, bias)
         if self.widened and x.numel() >= MANY_ROWS * x.shape[-1]:
             return widened_linear(x, weight, bias)
         if weight.is_mkldnn:
@@ -45,7 +47,8 @@ class Kernels:
         """As the function `attend`, by the form for so many queries and keys."""
         new, total = queries.shape[2], keys.shape[2]
         if self.fast and new == 1:
-            return attend_grouped(queries, keys, values)
+            half_compiled = torch.compiler.is_compiling() and queries.dtype != torch.float32
+            return (attend_by_sums if half_compiled else attend_grouped)(queries, keys, values)
         if self.fast and new < total:
             return attend_by_rows(queries, keys, values)
         return (self.attend_prompt or attend)(queries, keys, values)
@@ -106,6 +109,23 @@ def attend_by_rows(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return output.flatten(1, 2)
 
 
+def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear of few rows, written so that torch.compile reads each weight once and adds up in float32 as it goes.
+
+    Only for compiled code: otherwise all products would lie in memory first.
+    """
+    sums = (x.float().unsqueeze(-2) * weight.float()).sum(-1)
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)
+
+
+def attend_by_sums(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`attend` for one new token, as products and float32 sums for torch.compile, which reads them without a copy."""
+    rows = rearrange(queries, "batch (kv_heads group) 1 dim -> batch kv_heads group 1 dim", kv_heads=keys.shape[1]).float()
+    keys, values = (rearrange(held, "batch kv_heads kept dim -> batch kv_heads 1 kept dim").float() for held in (keys, values))
+    weights = ((rows * rows.shape[-1] ** -0.5) * keys).sum(-1, keepdim=True).softmax(-2)  # [batch, kv_heads, group, kept, 1]
+    return (weights * values).sum(-2, keepdim=True).flatten(1, 2).to(queries.dtype)
+
+
 def widened(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """That form of attention, computed in float32 for inputs of less: here 10 s instead of 17 in bfloat16."""
 
@@ -135,10 +155,11 @@ def dense(weight: Tensor) -> Tensor:
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def choose(weights: list[Tensor], heads: int, kv_heads: int, head_dim: int) -> Kernels:
+def choose(weights: list[Tensor], heads: int, kv_heads: int, head_dim: int, pack_weights: bool = True) -> Kernels:
     """The fastest forms here, for linears with `weights` [out, in] of one shape: one of every layer, or of a few.
 
     It takes a third of a second. Only the CPU is known: on other devices all is plain, which is torch's own choice.
+    Without `pack_weights` they stay as they are, which torch.compile needs.
     """
     weight = weights[0]
     if weight.device.type != "cpu":
@@ -153,7 +174,7 @@ def choose(weights: list[Tensor], heads: int, kv_heads: int, head_dim: int) -> K
     forms += [widened(form) for form in forms] if half else []
     seconds = [_seconds(lambda form=form: form(queries, keys, keys)) for form in forms]
     seconds[0] *= CLEARLY_FASTER
-    return Kernels(_packing_pays(weights), widen, forms[seconds.index(min(seconds))], fast=True)
+    return Kernels(pack_weights and _packing_pays(weights), widen, forms[seconds.index(min(seconds))], fast=True)
 
 
 def _packing_pays(weights: list[Tensor]) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from minikv import kernels
 from minikv.cache import KVCache, LayerCache
 from minikv.config import Config, FrequencyFactors, LinearScaling, RopeScaling
+from minikv.errors import InputError
 from minikv.kernels import PLAIN, Kernels
 
 ROWS = 1024  # tokens that a layer projects, and computes the MLP of, at a time
@@ -190,6 +191,12 @@ class Block(nn.Module):
         x = x + self.self_attn.output(heads)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        """Hidden states x [batch, new, hidden] of the next tokens, through this layer; `cache` is given their entries."""
+        queries, keys, values = self.project(x, rope)
+        keys, values = cache.append(keys, values)
+        return self.output(x, self.attend(queries, keys, values))
+
 
 class Decoder(nn.Module):
     """The part of the model that checkpoints call `model`: embeddings, blocks, final norm."""
@@ -203,6 +210,9 @@ class Decoder(nn.Module):
 
 class Llama(nn.Module):
     """The whole model: token ids to logits, with or without a cache. Its parts can be called one by one."""
+
+    kernels = PLAIN
+    _compiled = None  # what single tokens go through instead of Block.forward and logits: see compile_decoding
 
     def __init__(self, config: Config):
         super().__init__()
@@ -226,15 +236,34 @@ class Llama(nn.Module):
     def use(self, chosen: Kernels) -> None:
         """Compute with these kernels from now on, on packed weights if that is one of them."""
         for module in self.modules():
-            if isinstance(module, (Linear, Attention)):
+            if isinstance(module, (Linear, Attention, Llama)):
                 module.kernels = chosen
             if isinstance(module, Linear) and chosen.packed:
                 module.weight = nn.Parameter(kernels.pack(module.weight), requires_grad=False)
 
-    def use_fastest_kernels(self) -> None:
-        """Time the kernels on this model's shapes and use the fastest."""
+    def use_fastest_kernels(self, compiled: bool = False) -> None:
+        """Time the kernels on this model's shapes and use the fastest, for single tokens `compiled` ones."""
         gates = [block.mlp.gate_proj.weight for block in self.blocks]
-        self.use(kernels.choose(gates, self.config.heads, self.config.kv_heads, self.config.head_dim))
+        shape = self.config.heads, self.config.kv_heads, self.config.head_dim
+        self.use(kernels.choose(gates, *shape, pack_weights=not compiled))
+        if compiled:
+            self.compile_decoding()
+
+    @torch.no_grad()
+    def compile_decoding(self) -> None:
+        """From now on single tokens go through a layer, and the head, that torch.compile has fused into a few loops.
+
+        One compiled layer serves all layers and lengths. It is made at once, in some seconds, with a token that is
+        forgotten. Needs weights that are not packed and, on the CPU, a C++ compiler; InputError without.
+        """
+        self._compiled = torch.compile(Block.forward, dynamic=True), torch.compile(Llama.logits, dynamic=True)
+        cache, token = self.new_cache(1, 8), torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        try:
+            self(token.expand(1, 4), cache)  # lengths of 0 and 1 would get code of their own
+            self(token, cache)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"torch.compile failed here; it needs a C++ compiler such as g++: {reason}") from error
 
     def new_layer_cache(self, batch: int, capacity: int) -> LayerCache:
         """An empty cache of one layer with room for `capacity` entries."""
@@ -256,7 +285,7 @@ class Llama(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Last hidden states [batch, seq, hidden] to logits [batch, seq, vocab]."""
         x = self.model.norm(x)
-        return F.linear(x, self.model.embed_tokens.weight) if self.config.tied_head else self.lm_head(x)
+        return self.kernels.linear(x, self.model.embed_tokens.weight, None) if self.config.tied_head else self.lm_head(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [batch, seq, vocab] of token ids [batch, seq]; with a cache the tokens are appended to it."""
@@ -264,8 +293,8 @@ class Llama(nn.Module):
             cache = self.new_cache(tokens.shape[0], tokens.shape[1])
         x = self.embed(tokens)
         rope = self.rope(cache.length, tokens.shape[1])
+        compiled = self._compiled if tokens.shape[1] == 1 else None
+        through_layer, logits = compiled or (Block.forward, Llama.logits)
         for layer, block in enumerate(self.blocks):
-            queries, keys, values = block.project(x, rope)
-            keys, values = cache[layer].append(keys, values)
-            x = block.output(x, block.attend(queries, keys, values))
-        return self.logits(x)
+            x = through_layer(block, x, rope, cache[layer])
+        return logits(self, x)

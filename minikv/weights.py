@@ -28,15 +28,22 @@ STORED = ("F64", "F32", "F16", "BF16")  # as safetensors call them; quantized we
 
 
 def load(
-    name_or_path: str | Path = DEFAULT_MODEL, device: str = "auto", dtype: str = "auto", plain: bool = False
+    name_or_path: str | Path = DEFAULT_MODEL,
+    device: str = "auto",
+    dtype: str = "auto",
+    plain: bool = False,
+    compiled: bool = False,
 ) -> tuple[Llama, Tokenizer]:
     """Load a model and its tokenizer: a checkpoint folder, a GGUF file, org/name on the hub, or the default model.
 
     What is there as a folder or file is taken before a name on the hub. device: auto (CUDA, then MPS, then CPU), cpu,
     cuda, cuda:1, mps. dtype: auto (bfloat16 on CUDA, float32 elsewhere), float32, bfloat16, float16. The model computes
-    by the kernels that are fastest here, or with `plain` by their definitions (see kernels.py). Raises InputError for
-    anything that is not there or not supported.
+    by the kernels that are fastest here, or with `plain` by their definitions (see kernels.py). `compiled`: decode with
+    layers that torch.compile has fused, for which loading takes some seconds more. Raises InputError for anything that
+    is not there or not supported.
     """
+    if plain and compiled:
+        raise InputError("plain and compiled kernels were both asked for; accepted: one of them")
     chosen = choose_device(device)
     weights_dtype = choose_dtype(dtype, chosen)
     try:
@@ -44,7 +51,7 @@ def load(
     except OSError as error:  # a folder that may not be entered, a name that is too long
         raise InputError(f"no model {str(name_or_path)[:200]!r}: {error.strerror or error}") from error
     if not plain:
-        model.use_fastest_kernels()
+        model.use_fastest_kernels(compiled)
     return model, tokenizer
 
 

@@ -53,7 +53,7 @@ def all_settings(arguments: Namespace, source: Source, prompts: dict[int, list[i
     found = []
     for dtype in arguments.dtypes:
         ours = {"kind": "minikv", "methods": arguments.methods, "selection": selection}
-        ours["plain"] = arguments.plain
+        ours |= {"plain": arguments.plain, "compile": arguments.compile}
         kinds = [ours]
         if "transformers" in arguments.against:
             kinds.append({"kind": "transformers", "methods": ["full"], "folder": source.folder})

@@ -24,11 +24,11 @@ class Ours:
         self.device = choose_device(settings["device"])
         dtype = choose_dtype(settings["dtype"], self.device)
         if settings["shape"] is None:
-            self.model, _ = load(settings["model"], settings["device"], settings["dtype"], settings["plain"])
+            self.model, _ = load(settings["model"], settings["device"], settings["dtype"], settings["plain"], settings["compile"])
         else:
             self.model = random_model(Config.from_dict(settings["shape"]), self.device, dtype)
             if not settings["plain"]:
-                self.model.use_fastest_kernels()
+                self.model.use_fastest_kernels(settings["compile"])
         selection = Namespace(**settings["selection"])
 
         def profile():
