@@ -28,24 +28,27 @@ from minikv.weights import DTYPES, choose_device
 
 MEMORY = (
     "peak: memory above what the process held after loading and warm-up, in the first round; KV: keys and values held"
-    " after the prefill; bound: the least time that reading or arithmetic takes at the machine's best rates, as a share of ours"
+    " after the prefill; bound: the least time that reading or arithmetic takes at the machine's best rates, as a share of"
+    " the measured time"
 )
 
 
 def parse_arguments() -> Namespace:
     parser = command.Parser("Measure speed and memory, beside other programs if asked for.")
-    command.add_model_arguments(parser)
-    command.add_compile_argument(parser)
+    command.add_model_arguments(parser, compiles=True)
     parser.add_argument("--lengths", type=command.positive, nargs="+", default=[2000, 8000], help="prompt lengths in tokens")
     sweep.add_methods_argument(parser, ["full", "compresskv"])
     parser.add_argument("--budget", default="256", help=command.budget_help)
     command.add_selection_arguments(parser)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"], help="each measured in turn; --dtype: only that one")
-    parser.add_argument("--new-tokens", type=command.not_negative, default=32, help="tokens of each answer, the first included")
+    dtypes = {"choices": DTYPES, "default": ["float32", "bfloat16"], "help": "each measured in turn; --dtype: only that one"}
+    parser.add_argument("--dtypes", nargs="+", **dtypes)
+    count = "tokens of each answer, the first included"
+    parser.add_argument("--new-tokens", type=command.not_negative, default=32, help=count)
     parser.add_argument("--repeats", type=command.positive, default=5, help="rounds, in each of which all take their turn")
     against = f"others to measure, comma-separated: {','.join(entrants.PEERS)}; kvpress=PYTHON runs it in that Python"
     parser.add_argument("--against", metavar="PEERS", default="", help=against)
-    parser.add_argument("--llama-gguf", metavar="FILE", help="what llama.cpp runs; default: the default model's own GGUF file")
+    gguf = "what llama.cpp runs; default: the default model's own GGUF file"
+    parser.add_argument("--llama-gguf", metavar="FILE", help=gguf)
     random = f"measure a shape with random weights, no checkpoint: {', '.join(SHAPES)}"
     parser.add_argument("--random-weights", metavar="SHAPE", choices=SHAPES, help=random)
     parser.add_argument("--json", metavar="FILE", help="write all measurements into this JSON file")
@@ -153,7 +156,8 @@ def main() -> None:
     if run.interrupted:
         raise KeyboardInterrupt
     if not rows:
-        raise InputError("nothing could be measured: " + "; ".join(f"{f['participant']}: {f['reason']}" for f in run.failures))
+        reasons = "; ".join(f"{failure['participant']}: {failure['reason']}" for failure in run.failures)
+        raise InputError(f"nothing could be measured: {reasons}")
 
 
 if __name__ == "__main__":

@@ -44,17 +44,17 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message} (--help lists what is accepted)")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, compiles: bool = False) -> None:
+    """Which model, where, in which dtype, by which kernels; compiled ones for programs that decode long enough."""
     models = "the default model, a checkpoint folder, a GGUF file, or org/name on the hub"
     parser.add_argument("--model", default=DEFAULT_MODEL, help=models)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps; auto takes CUDA, then MPS, then the CPU")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16; auto: bfloat16 on CUDA, else float32")
-    parser.add_argument("--plain", action="store_true", help="compute by the plain definitions instead of the fastest kernels")
-
-
-def add_compile_argument(parser: argparse.ArgumentParser) -> None:
-    compile_help = "decode with layers that torch.compile has fused; loading takes some seconds more, and on the CPU a C++ compiler"
-    parser.add_argument("--compile", action="store_true", help=compile_help)
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--plain", action="store_true", help="compute by the plain definitions instead of the fastest kernels")
+    if compiles:
+        fused = "decode with layers that torch.compile has fused; costs some seconds at the start, and needs a C++ compiler"
+        forms.add_argument("--compile", action="store_true", help=fused)
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:

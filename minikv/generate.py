@@ -51,8 +51,7 @@ def parse_arguments():
     parser = command.Parser(
         "Answer a prompt with a compressed KV cache. Without --prompt or --file: a demonstration on a built-in document."
     )
-    command.add_model_arguments(parser)
-    command.add_compile_argument(parser)
+    command.add_model_arguments(parser, compiles=True)
     add_prompt_arguments(parser, many_questions=True)
     command.add_policy_arguments(parser)
     parser.add_argument("--max-new-tokens", type=command.not_negative, default=128, help="longest answer, in tokens")

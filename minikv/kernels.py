@@ -35,7 +35,7 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., in] times weight [out, in], plus bias [out]: [..., out] in the dtype of x."""
-        if torch.compiler.is_compiling():  # which only ever happens for single tokens: Llama.compile_decoding
+        if torch.compiler.is_compiling() and x.shape[-2] == 1:
             return linear_by_sums(x, weight, bias)
         if self.widened and x.numel() >= MANY_ROWS * x.shape[-1]:
             return widened_linear(x, weight, bias)
@@ -110,16 +110,21 @@ def attend_by_rows(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def linear_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear of few rows, written so that torch.compile reads each weight once and adds up in float32 as it goes.
+    """A linear of one row, written so that torch.compile reads each weight once and adds up in float32 as it goes.
 
-    Only for compiled code: otherwise all products would lie in memory first.
+    Only for compiled code (Llama.compile_decoding): otherwise all products would lie in memory first. With 256 entries
+    kept a compiled step takes 24 instead of 50 ms in float32 on two cores of an EPYC, 16 instead of 33 in bfloat16.
     """
     sums = (x.float().unsqueeze(-2) * weight.float()).sum(-1)
     return (sums if bias is None else sums + bias.float()).to(x.dtype)
 
 
 def attend_by_sums(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """`attend` for one new token, as products and float32 sums for torch.compile, which reads them without a copy."""
+    """`attend` for one new token, as products and float32 sums for torch.compile, which makes loops without copies of them.
+
+    In bfloat16 a step over 8,000 entries takes 48 instead of 74 ms with `attend_grouped` on that EPYC; in float32 that one
+    is faster, 69 against 75.
+    """
     rows = rearrange(queries, "batch (kv_heads group) 1 dim -> batch kv_heads group 1 dim", kv_heads=keys.shape[1]).float()
     keys, values = (rearrange(held, "batch kv_heads kept dim -> batch kv_heads 1 kept dim").float() for held in (keys, values))
     weights = ((rows * rows.shape[-1] ** -0.5) * keys).sum(-1, keepdim=True).softmax(-2)  # [batch, kv_heads, group, kept, 1]

@@ -253,8 +253,9 @@ class Llama(nn.Module):
     def compile_decoding(self) -> None:
         """From now on single tokens go through a layer, and the head, that torch.compile has fused into a few loops.
 
-        One compiled layer serves all layers and lengths. It is made at once, in some seconds, with a token that is
-        forgotten. Needs weights that are not packed and, on the CPU, a C++ compiler; InputError without.
+        One compiled layer serves all layers and lengths (but torch may make a second one where many more entries are
+        kept). It is made at once, in some seconds, with a token that is forgotten. Needs weights that are not packed
+        and, on the CPU, a C++ compiler; InputError without.
         """
         self._compiled = torch.compile(Block.forward, dynamic=True), torch.compile(Llama.logits, dynamic=True)
         cache, token = self.new_cache(1, 8), torch.zeros(1, 1, dtype=torch.long, device=self.device)

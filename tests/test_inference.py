@@ -11,7 +11,7 @@ from minikv.errors import InputError
 from minikv.generate import generate
 from minikv.inference import pick
 from minikv.kernels import attend
-from minikv.policy import METHODS, CompressKV, Full, SnapKV
+from minikv.policy import METHODS, CompressKV, Full, SnapKV, StreamingLLM
 
 
 def policy_named(name, model, budget=20):
@@ -119,6 +119,15 @@ def test_decoding_with_the_cache_equals_one_forward_pass():
     cache = model.new_cache(1, 40)
     steps = torch.cat([model(tokens[:, i : i + 1], cache) for i in range(40)], dim=1)
     assert (whole - steps).abs().max() < 1e-4
+
+
+def test_decoding_reads_nothing_back_from_the_device():
+    """On the meta device tensors have shapes but no values, so whatever would wait for a value raises."""
+    model = make_tiny_model().to("meta")
+    logits, cache = minikv.prefill_layer_by_layer(model, make_prompt(100).to("meta"), StreamingLLM(40))
+    assert [token.shape for token in minikv.decode(model, cache, logits, 5)] == [(1,)] * 5
+    with pytest.raises(RuntimeError, match="meta"):  # a stop id must be read: one flag a step
+        next(minikv.decode(model, cache, logits, 5, frozenset({7})))
 
 
 def test_a_batch_of_equal_lengths_answers_as_each_prompt_alone():

@@ -26,7 +26,8 @@ def read_peers(text: str) -> dict[str, str]:
     for item in filter(None, text.split(",")):
         name, _, python = item.partition("=")
         if name not in PEERS:
-            raise InputError(f"--against {name!r} is unknown; accepted: some of {','.join(PEERS)}, each with =PYTHON if need be")
+            accepted = f"some of {','.join(PEERS)}, each with =PYTHON if need be"
+            raise InputError(f"--against {name!r} is unknown; accepted: {accepted}")
         peers[name] = python or sys.executable
     return peers
 
@@ -58,8 +59,10 @@ def all_settings(arguments: Namespace, source: Source, prompts: dict[int, list[i
         if "transformers" in arguments.against:
             kinds.append({"kind": "transformers", "methods": ["full"], "folder": source.folder})
         if "kvpress" in arguments.against:
-            shape = {length: PromptShape(source.config.layers, length, entry_bytes(source.config, ELEMENT_BYTES[dtype])) for length in prompts}
-            entries = {length: mean_entries(parse(arguments.budget), shape[length], SnapKV.window + 1) for length in prompts}
+            size = entry_bytes(source.config, ELEMENT_BYTES[dtype])
+            shapes = {length: PromptShape(source.config.layers, length, size) for length in prompts}
+            budget, least = parse(arguments.budget), SnapKV.window + 1
+            entries = {length: mean_entries(budget, shape, least) for length, shape in shapes.items()}
             kinds.append({"kind": "kvpress", "methods": ["snapkv"], "folder": source.folder, "entries": entries})
         found += [{**common, **kind, "dtype": dtype, "name": f"{kind['kind']} {dtype}"} for kind in kinds]
     if "llama.cpp" in arguments.against:

@@ -24,7 +24,8 @@ class Ours:
         self.device = choose_device(settings["device"])
         dtype = choose_dtype(settings["dtype"], self.device)
         if settings["shape"] is None:
-            self.model, _ = load(settings["model"], settings["device"], settings["dtype"], settings["plain"], settings["compile"])
+            forms = {"plain": settings["plain"], "compiled": settings["compile"]}
+            self.model, _ = load(settings["model"], settings["device"], settings["dtype"], **forms)
         else:
             self.model = random_model(Config.from_dict(settings["shape"]), self.device, dtype)
             if not settings["plain"]:

@@ -75,7 +75,8 @@ class KVPress(Transformers):
     def __init__(self, settings: dict):
         self._press, self._budget = import_module("kvpress").SnapKVPress, settings["entries"]
         super().__init__(settings)
-        self.facts = {"version": metadata.version("kvpress"), "transformers": self.facts["version"], "torch": torch.__version__}
+        own = {"version": metadata.version("kvpress"), "transformers": self.facts["version"]}
+        self.facts = own | {"torch": torch.__version__}
 
     def prefill(self, tokens: torch.Tensor, cache) -> torch.Tensor:
         length = tokens.shape[1]

@@ -108,6 +108,7 @@ def check_fit(shape: str, length: int, dtypes: list[str], free: int | None) -> N
     fitting = [name for name in SHAPES if sum(of(name).values()) <= free]
     hint = f"the largest listed shape that fits is {fitting[-1]}" if fitting else "none of the listed shapes fits"
     at = f"{length} tokens in {', '.join(dtypes)}"
+    total = sum(parts.values()) / 1e9
     raise InputError(
-        f"--random-weights {shape} at {at} needs {sums} = {sum(parts.values()) / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; {hint}"
+        f"--random-weights {shape} at {at} needs {sums} = {total:.1f} GB; {free / 1e9:.1f} GB are free; {hint}"
     )

@@ -52,7 +52,8 @@ def ratios(measurements: list[dict]) -> list[dict]:
     for own in ours:
         for peer in peers:
             if own[3] == peer[3] and peer[2] in (own[2], "quantized"):
-                pairs = [(by_round[own][number], by_round[peer][number]) for number in by_round[own].keys() & by_round[peer].keys()]
+                common = by_round[own].keys() & by_round[peer].keys()
+                pairs = [(by_round[own][number], by_round[peer][number]) for number in common]
                 row = {"ours": own[0], "method": own[1], "peer": peer[0], "peer_method": peer[1], "length": own[3]}
                 for name in FIGURES:
                     row[name] = spread([b[name] / a[name] if a[name] and b[name] else None for a, b in pairs])
@@ -98,9 +99,12 @@ def remarks(rows: list[dict]) -> list[str]:
         hope = "hardly any gain can be expected, " if most < 1.1 else ""
         measured = f"; measured {base['decode_s']['median'] / row['decode_s']['median']:.2f}x" if row["decode_s"] else ""
         lines.append(f"{where}: a decode step reads {sizes}: {hope}at most {most:.2f}x{measured}.")
-        took, plain = row["prefill_s"]["median"], base["prefill_s"]["median"]
+        times = f"{row['prefill_s']['median'] / base['prefill_s']['median']:.2f}x its time"
         share = f", its selection alone {row['selection_share']:.1%} of it" if row["selection_share"] else ""
-        lines.append(f"{where}: the prefill computes all that the full one does and selects besides: {took / plain:.2f}x its time{share}.")
+        lines.append(f"{where}: the prefill computes all that the full one does and selects besides: {times}{share}.")
     if any((row[f"{name}_share_of_bound"] or 0) > 1 for row in rows for name in ("prefill", "decode")):
-        lines.append("Shares above 100%: the machine was busier when its own rates were measured than in the rounds; more --repeats help.")
+        lines.append(
+            "Shares above 100%: the machine was busier when its own rates were measured than in the rounds; more --repeats"
+            " help."
+        )
     return lines

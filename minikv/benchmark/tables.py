@@ -24,7 +24,8 @@ def figures(rows: list[dict]) -> str:
     lines = [(*head, "decode tok/s", "ms/token", "peak MB", "KV MB", "prefill bound", "decode bound")]
     for row in rows:
         cells = [row["participant"], title(row["method"]), str(row["length"]), str(row["n"])]
-        cells += [_number(row["prefill_tokens_s"], ".0f"), _spread(row["prefill_s"], ".3g"), _spread(row["first_token_s"], ".3g")]
+        cells.append(_number(row["prefill_tokens_s"], ".0f"))
+        cells += [_spread(row[name], ".3g") for name in ("prefill_s", "first_token_s")]
         share = "" if row["selection_share"] is None else f" ({row['selection_share']:.1%})"
         cells.append(_number(row["selection_s"] and row["selection_s"]["median"], ".3g", 1e3) + share)
         cells += [_number(row["decode_tokens_s"], ".1f"), _spread(row["decode_s"], ".1f", 1e3)]
@@ -48,10 +49,12 @@ def short_form(machine: dict, rates: dict, participants: list[dict]) -> str:
     """Machine, its rates, and the participants' versions, in three lines."""
     memory = f", {machine['memory_bytes'] / 1e9:.0f} GB" if machine["memory_bytes"] else ""
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
-    speeds = ", ".join(f"{rate / 1e9:.1f} G multiply-adds/s in {dtype}" for dtype, rate in rates["multiply_adds_per_second"].items())
+    products = rates["multiply_adds_per_second"].items()
+    speeds = ", ".join(f"{rate / 1e9:.1f} G multiply-adds/s in {dtype}" for dtype, rate in products)
     versions = []
     for participant in participants:
-        facts = (f"{name} {value}" for name, value in participant["facts"].items() if name not in ("version", "weight_bytes"))
+        apart = ("version", "weight_bytes")
+        facts = (f"{name} {value}" for name, value in participant["facts"].items() if name not in apart)
         versions.append(f"{participant['name']} {participant['facts']['version']} ({', '.join(facts)})")
     return "\n".join([
         f"{machine['processor']}, {machine['cores']} cores{memory}{gpu}; {machine['threads']} threads.",
